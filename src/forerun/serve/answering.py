@@ -1,8 +1,9 @@
-"""How the server answers a request for generated text: from the body to a Job, to the engine's requests, to the answer.
+"""Answers requests for generated text, from reading the body to sending the answer.
 
-The answer is sent whole or as a stream of events. All APIs share this code. Where they differ, the code calls functions
-of a `Generate` (routes.py). The code runs in the event loop, but only short pieces of text are made there. Longer work
-goes to the threads of `Services`.
+The body becomes a Job, the Job becomes engine requests, and their outputs become the answer. The answer is sent whole
+or as a stream of events. All APIs share this code. Where the APIs differ, the code calls functions of the route's
+`Generate` (routes.py). The code runs in the event loop, but the event loop itself makes only short pieces of text.
+Longer work runs in the threads and processes of `Services`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ MOST_IN_LOOP_TOKENS = 16  # in a piece that the event loop makes itself, in micr
 
 
 class Answer(Response):
-    """The response to one request. Calling it reads the body, generates the answer and sends it."""
+    """The Starlette response to one request for generated text. The answer is generated when the response is called."""
 
     def __init__(self, services: Services, route: Generate, error: Errors) -> None:
         super().__init__()
         self._services, self._route, self._error = services, route, error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, generate the answer and send it. Raises only errors that end the connection."""
+        """Read the body, generate the answer and send the answer.
+
+        A ForerunError becomes an error response. If the client has gone, no further bytes are sent.
+        """
         exchange = Exchange(self._services, self._route, self._error, scope, receive, send)
         try:
             await exchange.run()
@@ -63,11 +67,11 @@ class Answer(Response):
 
 
 class ClientGone(Exception):
-    """The error for a client that has disconnected, or that takes no bytes of its answer."""
+    """The error for a client that has disconnected, or that has stopped reading the answer."""
 
 
 class Exchange:
-    """One request and its answer."""
+    """Handles one request for generated text, from the arrival of its body to the last byte of the answer."""
 
     def __init__(
         self, services: Services, route: Generate, error: Errors, scope: Scope, receive: Receive, send: Send
@@ -84,7 +88,10 @@ class Exchange:
         self._is_sent = False  # the last byte is on its way: the client may go now
 
     async def run(self) -> None:
-        """Answer the request. Raises ClientGone. Raises ForerunError only before any byte of the answer is sent."""
+        """Read the body, generate the answer and send the answer.
+
+        Raises ClientGone if the client has gone. Raises ForerunError only before the first byte of the answer is sent.
+        """
         services = self._services
         body = await read_body(self._headers, self._receive, services)
         if self._route.is_kept and names_kept(body):
@@ -100,7 +107,10 @@ class Exchange:
                     await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate the answer and send it. places: what the request takes up in the server's and the model's Gate."""
+        """Generate the answer to a job and send the answer.
+
+        prompts: the token ids of each prompt. places: the request's places in the Gate of the server and of the model.
+        """
         service = self._service
         try:
             with self._guarding():
@@ -125,11 +135,11 @@ class Exchange:
             service.end(generation)
 
     def close(self) -> None:
-        """Stop the timer that limits the waits of this request."""
+        """Stop the timer that limits how long this request waits."""
         self._patience.close()
 
     async def refuse(self, error: ForerunError) -> None:
-        """Answer the request with an error, and note the error in the log entry."""
+        """Send an error as the response to the request, and record the error in the request's log entry."""
         status, body = self._error(error, self._record["request_id"])
         self._record["error"] = str(error) if status >= 500 else status_of(error)[1] or type(error).__name__
         await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
@@ -194,9 +204,10 @@ class Exchange:
         return outputs
 
     async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
-        """Wait until there is news of the generation, such as new tokens or its end.
+        """Wait until the engine reports progress of the generation, such as new tokens or the end.
 
-        Raises TimeoutError after at_most_s seconds. Raises Refused when the request as a whole has taken too long.
+        Raises TimeoutError after at_most_s seconds. Raises Refused when the whole request has taken longer than
+        request_timeout_s.
         """
         left_s = self._ends_s - time.monotonic()
         try:
@@ -210,15 +221,16 @@ class Exchange:
         generation.has_news.clear()
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
-        """Run `work`, which handles texts, in a thread or in the event loop.
+        """Call `work`, a function that handles texts, with the arguments `given`, and return the result.
 
-        Raises a ForerunError in place of any other exception of the work, so that other requests go on.
+        in_loop: whether to call `work` in the event loop rather than in a thread. Any exception that is not a
+        ForerunError is raised as an InternalError, so that only this request fails.
         """
         with self._guarding():
             return work(*given) if in_loop else await self._services.in_thread(work, *given)
 
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
-        """Return the Job of a body, and the token ids of its prompts. Raises ForerunError."""
+        """Read a request body. Return its Job, and the token ids of the Job's prompts. Raises ForerunError."""
         with self._guarding():
             read: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
             return read
@@ -235,7 +247,7 @@ class Exchange:
 
     @asynccontextmanager
     async def _until_gone(self) -> AsyncIterator[None]:
-        """Run the block. If the client goes away, cancel the block and raise ClientGone."""
+        """Run the `with` block. If the client disconnects meanwhile, cancel the block and raise ClientGone."""
         work = asyncio.current_task()
         assert work is not None
         is_gone = False
@@ -285,7 +297,7 @@ class Exchange:
             self._wrote_s = time.monotonic()
 
     async def _within(self, sending: Awaitable[None]) -> None:
-        """Wait until a message is sent. Raises ClientGone where the client takes no bytes for too long."""
+        """Wait until `sending` has sent a message. Raises ClientGone if sending takes more than stall_timeout_s."""
         try:
             await self._patience.wait(sending, self._services.limits.stall_timeout_s)
         except TimeoutError:
@@ -294,7 +306,7 @@ class Exchange:
 
 
 def key_of(headers: Any) -> str:
-    """Return a digest of the API key in a request's headers; '' where there is no key."""
+    """Return the SHA-256 digest of the API key in a request's headers, in hex digits; '' if the headers have no key."""
     given = headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
     return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
@@ -302,8 +314,8 @@ def key_of(headers: Any) -> str:
 async def read_body(headers: Any, receive: Receive, services: Services) -> bytes:
     """Return the body of a request.
 
-    Raises Refused where the server takes no more requests at the moment, where the body is too large, and where the
-    body takes too long to arrive. Raises ClientGone where the client disconnects before the body ends.
+    Raises Refused if the server takes no more requests at the moment, if the body is too large, or if the body takes
+    too long to arrive. Raises ClientGone if the client disconnects before the body ends.
     """
     services.gate.look()
     limits = services.limits
@@ -337,6 +349,9 @@ async def read_body(headers: Any, receive: Receive, services: Services) -> bytes
 
 
 def ignored_header(names: Seq[str]) -> str:
-    """Return the names of ignored fields as the value of a header, which may hold only printable ASCII."""
+    """Return the value of the header x-forerun-ignored: the names of ignored fields, separated by commas.
+
+    A name with characters other than printable ASCII is escaped. The value has at most MOST_HEADER_CHARS characters.
+    """
     safe = (name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return ", ".join(shown_name for shown_name in safe)[:MOST_HEADER_CHARS]

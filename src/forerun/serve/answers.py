@@ -1,8 +1,8 @@
-"""The output file of a batch. No answer is written twice. An answer counts as written only when it is on the disk.
+"""The output file of a batch. No answer is written twice. An answer counts as written only once it is on the disk.
 
-The process may be killed at any moment. The file then holds whole lines, and at most one torn line at the end, which
-the next run cuts off. While one process has the file open, a lock keeps other processes out. The id of an answer
-contains the digest of its request, so that a later run sees which requests have changed.
+The process may be killed at any moment. The file then holds whole lines, and at most one incomplete line at the end.
+The next run cuts off the incomplete line. While one process has the file open, a lock keeps other processes out. The id
+of an answer contains the digest of its request, so that a later run can find the requests that have changed.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _NUM_SHOWN = 5  # custom_ids that a message names
 
 
 def answer_id(digest: str) -> str:
-    """Return a new id for the answer to a request with this digest."""
+    """Return a new random id for an answer. The id contains `digest`, the digest of the answered request."""
     return f"{ID_PREFIX}{secrets.token_hex(12)}_{digest}"
 
 
 def _digest_in(own_id: str) -> str:
-    """Return the digest in an id that `answer_id` has made; '' for other ids."""
+    """Return the digest in an id that `answer_id` has returned; '' for any other id."""
     return own_id.removeprefix(ID_PREFIX).partition("_")[2] if own_id.startswith(ID_PREFIX) else ""
 
 
 def some_of(custom_ids: Seq[str]) -> str:
-    """Return the number of these requests and the first few custom_ids, as text for a message."""
+    """Return text for a message: the number of requests, and the first few of their custom_ids."""
     shown = ", ".join(f"{custom_id!r:.80}" for custom_id in custom_ids[:_NUM_SHOWN])
     more = f" and {len(custom_ids) - _NUM_SHOWN:,} more" if len(custom_ids) > _NUM_SHOWN else ""
     return f"{len(custom_ids):,} request{'s' if len(custom_ids) > 1 else ''} ({shown}{more})"
 
 
 class AnswerFile:
-    """A file of answers. Entering it opens and locks the file, which is created where it is missing.
+    """The output file of a batch. Entering the context opens and locks the file, and creates it if it is missing.
 
-    Nothing in the file changes before `recover`. Entering raises BadOption where another process has locked the file,
-    and where the path is a device or a pipe. It raises OSError where the path cannot be opened.
+    The content of the file does not change before `recover` is called. Entering raises BadOption if another process has
+    locked the file, or if the path is a device or a pipe. Entering raises OSError if the path cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,9 +85,9 @@ class AnswerFile:
         """Read the answers of earlier runs, and cut off an incomplete last line.
 
         asked: custom_id -> digest of each request in the input. redo_changed: whether to remove the answers to requests
-        whose digest has changed. retry_refused: whether to remove answers that are errors. Raises BadOption where the
-        file is not the output of this input, and where requests have changed but redo_changed is False. In both cases
-        the file stays as it is.
+        whose digest has changed. retry_refused: whether to remove answers that are errors. Raises BadOption if the file
+        is not the output of this input, or if requests have changed and redo_changed is False. After a BadOption the
+        file is unchanged.
         """
         changed = self._read(asked)
         refused = self.refused if retry_refused else []
@@ -130,9 +130,10 @@ class AnswerFile:
             yield from file
 
     def _drop(self, custom_ids: Collection[str]) -> None:
-        """Replace the file by a copy without these answers. A killed process leaves either the old file or the new one.
+        """Replace the file by a copy without the answers to the given requests.
 
-        Raises CapacityError, and keeps the old file, where the disk has no room for the new one.
+        If the process is killed meanwhile, either the whole old file or the whole new file remains. Raises
+        CapacityError, and keeps the old file, if the disk has no room for the new file.
         """
         dropped, path = frozenset(custom_ids), self.path.resolve()
         fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -153,7 +154,7 @@ class AnswerFile:
         _sync_folder(path.parent)
 
     def append(self, answers: Seq[Mapping[str, Any]]) -> None:
-        """Add one line per answer, and return once all are on the disk. Raises CapacityError if the disk is full."""
+        """Add one line per answer. Return once all lines are on the disk. Raises CapacityError if the disk is full."""
         if not answers:
             return
         data = b"".join(map(_line, answers))
@@ -167,7 +168,7 @@ class AnswerFile:
 
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
-        """Raise CapacityError where the block finds no room on the disk."""
+        """Run the `with` block. Raise CapacityError if the block fails because the disk is full."""
         try:
             yield
         except OSError as error:
@@ -187,7 +188,11 @@ class AnswerFile:
             ) from None
 
     def _take(self, number: int, line: bytes, asked: Collection[str]) -> dict[str, Any]:
-        """Return and count the answer in a line of an earlier run. Raises BadOption if it does not fit the input."""
+        """Parse a line of an earlier run, count the answer in the line, and return the answer.
+
+        number: the number of the line. asked: the custom_ids of the input. Raises BadOption if the line is no answer to
+        a request of the input, or if an earlier line has answered the request.
+        """
         another = "name the output file of this input, or a new one"
         where = f"line {number} of {str(self.path)!r}"
         try:
@@ -235,14 +240,14 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all data at an offset, in as many calls as it takes."""
+    """Write all bytes of `data` at `offset` in a file, with as many system calls as are necessary."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write a folder to the disk, so that the name of a new file there is as durable as its content."""
+    """Flush the entries of a folder to the disk (fsync), so that a new file in the folder survives a power cut."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,7 +1,7 @@
-"""The routes of a server: a FastAPI application around its Services.
+"""Builds the FastAPI application of a server from the Services.
 
 The event loop does only HTTP. An error has the form of the API whose route has raised it. Every answer has the
-request's id in the header x-request-id, and also in request-id, where Anthropic's client looks for it.
+request's id in the header x-request-id. The header request-id repeats the id for Anthropic's client.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def make_app(
     pages: Mapping[str, ASGIApp] | None = None,
     origins: Origins | None = None,
 ) -> FastAPI:
-    """Return the application of a server.
+    """Return the FastAPI application of a server.
 
-    api_key: the key that requests must bring, except to OPEN_PATHS and to the files of pages; None = no key. pages:
-    path -> a separate application (a page). A page's paths below /api need the key, too. origins: the web pages that
-    may use the server; None = only its own pages, under any host name.
+    api_key: the key that requests must bring, except requests for OPEN_PATHS and for the files of pages; None = no key.
+    pages: path -> a separate application (a page). Requests for a page's paths below /api need the key, too. origins:
+    the web pages that may use the server; None = only the server's own pages, under any host name.
     """
     origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
@@ -137,7 +137,10 @@ def _counting(services: Services, route: Count, errors: Errors) -> Callable[[Req
 def _refusing(
     errors: Errors, failure: ForerunError, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Response:
-    """Return the response for an error, with the headers that HTTP requires for its status."""
+    """Return the response that reports an error, with the headers that HTTP requires for its status.
+
+    errors: makes the status and the body in the form of an API. headers: further headers of the response.
+    """
     status, body = errors(failure, request_id)
     more = {"www-authenticate": "Bearer"} if status == 401 else {}
     if (wait_s := getattr(failure, "retry_after_s", None)) is not None:
@@ -148,12 +151,12 @@ def _refusing(
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
     @app.get("/", response_class=PlainTextResponse)
     async def root() -> Response:
-        """What a browser shows, and what clients look at to see whether a server is here."""
+        """Return a short text that shows people and clients that the server is running."""
         return Response(HERE, media_type="text/plain; charset=utf-8")
 
     @app.get("/health", responses=openapi.ERRORS)
     async def health(request: Request) -> JSONResponse:
-        """Whether the engine is sound. A server should be restarted if its engine has failed."""
+        """Return status 200 while all engines work. Return 503 once an engine has failed: restart the server then."""
         if (failure := services.failure) is not None:
             why = {"message": str(failure)} if origins.knows(dict(request.scope["headers"])) else {}
             return JSONResponse({"status": "failed", **why}, 503)
@@ -161,7 +164,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 
     @app.get("/ready", responses=openapi.ERRORS)
     async def ready(request: Request) -> JSONResponse:
-        """Whether requests should be sent here: not while the server shuts down, nor when its engine has failed."""
+        """Return status 200 while the server takes requests, and 503 during shutdown or after an engine has failed."""
         if services.gate.is_draining:
             return JSONResponse({"status": "draining"}, 503)
         return await health(request)
@@ -172,7 +175,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer an error that Starlette raises, for example for an unknown route or method."""
+    """Return the response to an HTTPException from Starlette, for example for an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     takes = (error.headers or {}).get("Allow", "another method")
@@ -193,7 +196,7 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a Receive that first gives a body that was read already, and then the messages of `receive`."""
+    """Return a Receive that first gives `body`, which was already read, and then the messages of `receive`."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
@@ -203,7 +206,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 class Door:
-    """The middleware before every route. It gives a request an id, checks the API key, and logs the ended request."""
+    """The middleware in front of all routes. Gives each request an id, checks the API key, and logs ended requests."""
 
     def __init__(
         self, app: ASGIApp, services: Services, api_key: str | None, pages: tuple[str, ...], origins: Origins
@@ -212,7 +215,7 @@ class Door:
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle any request."""
+        """Check a request, pass it on to the application, and log the result."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -260,10 +263,9 @@ class Door:
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
 
     def _usual(self, scope: Scope) -> Scope:
-        """Return a request's scope with the method and the path for which routes are defined.
+        """Return a request's scope with method and path in the form that the routes expect.
 
-        HEAD becomes GET, and an absolute URL becomes its path. A slash at the end of the path is dropped, except in
-        pages.
+        HEAD becomes GET. An absolute URL becomes its path. A slash at the end of the path is dropped, except in pages.
         """
         path, method = scope["path"], scope["method"]
         if (absolute := _ABSOLUTE.match(path)) is not None:  # as proxies and some clients write it
@@ -273,7 +275,7 @@ class Door:
         return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
-        """Return the metrics of the model that has answered.
+        """Return the metrics of the model that has answered the request. record: the request's log entry.
 
         If no model has answered, return the first model's metrics.
         """
@@ -281,15 +283,15 @@ class Door:
         return self._services.metrics if name is None else self._services.of(name).metrics
 
     def _request_id(self, headers: dict[bytes, bytes]) -> str:
-        """Return the request id that the client sent, if a log can hold it; otherwise a new id."""
+        """Return the request id in the client's headers if it is safe to log; otherwise a new random id."""
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> dict[str, str] | None:
-        """Raise Refused for a request that is not permitted, before any of its body is read.
+        """Raise Refused for a request that is not permitted. This check comes before the body is read.
 
-        Returns the headers that answer a browser's preflight request; None for any other request. A preflight request
-        needs no API key.
+        Returns the headers of the answer to a browser's preflight request; None for any other request. A preflight
+        request needs no API key.
         """
         most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
@@ -308,7 +310,10 @@ class Door:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused where the body for a page is too large, or its length unknown. Pages do not check this."""
+        """Raise Refused for a request to a page if its body is too large or has no content-length.
+
+        Pages do not check the size of bodies themselves.
+        """
         length = headers.get(b"content-length", b"")
         limits = self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
@@ -321,7 +326,7 @@ class Door:
             raise Refused(f"{message}to /v1/completions, or raise {option}", code="body_too_large", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        """Return whether a request brings the API key, or needs none.
+        """Return whether a request brings the API key or needs no key.
 
         The duration of the check reveals nothing about the key.
         """

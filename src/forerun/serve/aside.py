@@ -1,8 +1,8 @@
-"""A separate process that reads long bodies, so that no other request and no step waits for them.
+"""Reads long bodies in a separate process, so that no other request and no engine step waits for them.
 
-Python runs one thread at a time, and a JSON parser or a tokenizer lets no other thread run until it is done. The
-process is started for the first long body. It reads short bodies before long ones. A second process tries to compile
-grammars, because that may take any amount of time and memory. This second process ends if a grammar takes more than
+Python runs one thread at a time. While a JSON parser or a tokenizer works, no other thread can run. The process is
+started for the first long body. It reads short bodies before long ones. A second process compiles grammars on trial,
+because compiling a grammar may take any amount of time and memory. The second process ends if a grammar takes more than
 MOST_TRIED_S or MOST_TRIED_BYTES (texts.py).
 """
 
@@ -41,9 +41,9 @@ _Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and its a
 
 
 class Aside:
-    """A process that reads bodies or compiles grammars, and the thread that sends jobs to the process.
+    """A process that reads bodies or compiles grammars, together with the thread that sends jobs to the process.
 
-    options: the options of all models, for the Library of the process.
+    options: the TextOptions of all models, from which the process makes its Library.
     """
 
     def __init__(self, options: Seq[TextOptions]) -> None:
@@ -56,22 +56,23 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """Return a future with the result of `Library.work` for a body.
+        """Return a future with the result of `Library.work` for a body. url: the path of the body's route.
 
-        The future raises InternalError where the process ends twice in a row, and Refused where reading takes too long.
+        The future raises InternalError if the process ends twice in a row, and Refused if reading takes over
+        MOST_SECONDS.
         """
         return self._put(("work", (url, body)), len(body))
 
     def attempt(self, name: str, key: tuple[str, str]) -> Future[Any]:
-        """Compile a grammar for the named model, and return a future with the number of bytes that the grammar takes.
+        """Compile a grammar for the model `name`. Return a future with the size of the grammar's memory in bytes.
 
-        The future raises BadOption where compiling takes too much time or memory. key: as in
+        The future raises BadOption if compiling takes too much time or memory. key: the grammar, as in
         `SamplingParams.constraint`.
         """
         return self._put(("attempt", (name, key)), len(key[1]))
 
     def begin(self) -> None:
-        """Start the process, unless it was started before. An early start makes the first request wait less."""
+        """Start the process, unless it was started before. After an early start, the first request waits less."""
         if self._thread is None:
             self._put(("begin", ()), 0)
 
@@ -87,7 +88,7 @@ class Aside:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while there is none."""
+        """The id of the process; None while no process runs."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
@@ -114,7 +115,11 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: _Job) -> Any:
-        """Return the process's answer to a job. If the process ends, start a new one and repeat the job once."""
+        """Send a job to the process and return the result. If the process ends, repeat the job once in a new process.
+
+        Raises Refused after MOST_SECONDS, BadOption if a grammar takes too much, and InternalError if the process ends
+        again.
+        """
         for is_again in (False, True):
             try:
                 pipe = self._pipe or self._start()
@@ -138,7 +143,7 @@ class Aside:
         return answer
 
     def _start(self) -> Connection:
-        """Start the process. Raises InternalError where it does not start in time."""
+        """Start the process, and return the pipe to it. Raises InternalError if the process does not start in time."""
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -157,7 +162,7 @@ class Aside:
         return ours
 
     def _end(self) -> int | None:
-        """End the process, and return its exit status; None where there was no process."""
+        """End the process, and return its exit status; None if no process was running."""
         process = self._process
         pipe = self._pipe
         self._process = None
@@ -170,7 +175,10 @@ class Aside:
 
 
 def _packed(result: Any) -> Any:
-    """Pack token ids as arrays, because no other thread can run while a list of a million numbers is unpickled."""
+    """Return a result in which token ids are packed as arrays.
+
+    Unpickling a list of a million numbers would keep the server's other threads from running.
+    """
     if not isinstance(result, tuple) or not isinstance(result[0], Job):
         return result
     with suppress(OverflowError):  # some are too large for ids, and the engine says so

@@ -1,9 +1,9 @@
-"""`forerun batch`: a file of requests in the OpenAI batch format, answered in one continuous batch.
+"""Runs `forerun batch`: answers a file of requests in OpenAI's batch format, by continuous batching.
 
-The input is read twice: first to check all of it, and then request by request, whenever the engine has room for more.
-Each answer is appended as soon as it is complete, so the output is in the order in which requests finish. If a run ends
-early, for whatever reason, the next run goes on from there. The engine is imported only when the input is known to be
-sound.
+The input is read twice: first to check all requests, and then request by request, whenever the engine has room for
+more. Each answer is appended as soon as it is complete, so the output has the order in which requests finish. If a run
+ends early for any reason, the next run continues after the answers in the output. The engine is imported only after the
+input has passed the check.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def run(
     """Answer every request of the input that has no answer in the output yet. Returns the exit code.
 
     served_names: the names that requests may give the model; () = any name. Answers have the first name. redo_changed:
-    whether to answer requests again that have changed since they were answered. retry_refused: whether to answer
-    refused requests again. place: where the engine runs; None = in this process.
+    whether to repeat requests that have changed since they were answered. retry_refused: whether to repeat requests
+    that were refused. place: where the engine runs; None = in this process.
 
     Raises UserError, before anything is run, for a malformed input, for an output that belongs to another input, for
-    changed requests without redo_changed, and for options that cannot be honoured. Raises KeyboardInterrupt after a
-    note on how to go on.
+    changed requests without redo_changed, and for options that cannot be honoured. Raises KeyboardInterrupt after
+    printing how to continue.
     """
     requests = RequestFile(input_path)
     num_lines = len(requests.line_of)
@@ -96,9 +96,9 @@ def run(
 
 
 def seed_of(custom_id: str) -> int:
-    """Return the seed for a request that gives none.
+    """Return the seed for a request whose body has no seed.
 
-    A request gets the same seed in every run, so that a resumed run gives the same answer.
+    The seed depends only on custom_id, so that a resumed run gives the same answer.
     """
     digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
@@ -106,7 +106,7 @@ def seed_of(custom_id: str) -> int:
 
 @dataclass
 class Numbers:
-    """A listener that counts the tokens of this run and measures its time."""
+    """Counts the tokens that a run generates, and measures the run's time. Called with the StepReport of each step."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -141,14 +141,14 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """Whether every choice has ended, or one of them has failed."""
+        """Whether every choice has ended, or any choice has failed."""
         return any(c.error is not None for c in self.choices) or all(
             c.seq.finish_reason is not None for c in self.choices
         )
 
 
 class Requests:
-    """A converter of the requests in a file to engine requests, and of ended requests to answers.
+    """Converts the requests of a file to engine requests, and ended engine requests to answers.
 
     name: the model's name in answers. served_names: the names that bodies may give the model, see `Generate.job`.
     defaults: values for the fields of SamplingParams that a body leaves out.
@@ -158,9 +158,9 @@ class Requests:
         self.llm, self._name, self._served_names, self._defaults = llm, name, served_names, defaults
 
     def start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running | dict[str, Any]:
-        """Queue a request, and return it as Running. If it cannot be honoured, return an answer with the error.
+        """Queue a request in the engine, and return a Running. If the request is refused, return the output line.
 
-        hear: called with an engine request after each of its steps, and when it has ended.
+        hear: called with an engine request after each step that advances the request, and at its end.
         """
         try:
             return self._start(request, hear)
@@ -191,7 +191,7 @@ class Requests:
         )
 
     def answer(self, running: Running) -> dict[str, Any]:
-        """Return the output line of a request that is over."""
+        """Return the output line of a request whose engine requests have ended."""
         error = next((choice.error for choice in running.choices if choice.error is not None), None)
         if error is not None:
             self.llm.end(running.choices)
@@ -212,7 +212,7 @@ class Requests:
 
 
 class Runner:
-    """A loop that keeps about `window` choices (outputs) running in an engine, and answers requests that have ended."""
+    """Keeps about `window` choices (outputs) running in an engine, and writes the answers to ended requests."""
 
     def __init__(self, requests: Requests, window: int) -> None:
         self._requests, self._window = requests, window
@@ -220,7 +220,10 @@ class Runner:
         self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all requests. on_step: called after each step of the engine that has advanced any of the requests."""
+        """Answer all requests, and append each answer to the file `answers` once the answer is complete.
+
+        on_step: called each time the engine has reported progress and the complete answers have been written.
+        """
         try:
             while True:
                 refused = self._fill(requests)
@@ -239,7 +242,7 @@ class Runner:
             self._requests.llm.end([choice for running in self._running for choice in running.choices])
 
     def _fill(self, requests: Iterator[BatchRequest]) -> list[dict[str, Any]]:
-        """Start requests until the window is full. Returns the answers to refused requests."""
+        """Start requests until the window is full. Returns the output lines of requests that were refused."""
         refused: list[dict[str, Any]] = []
         num_running = sum(len(running.choices) for running in self._running)
         while num_running < self._window and len(refused) < self._window:
@@ -255,7 +258,7 @@ class Runner:
         return refused
 
     def _land(self) -> list[dict[str, Any]]:
-        """Return the answers to the requests that have ended.
+        """Return the output lines of the requests that have ended.
 
         The Runner forgets these requests before their answers are written, so that no answer is written twice.
         """
@@ -266,7 +269,7 @@ class Runner:
 
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
-    """Load the model of a configuration, ready for requests."""
+    """Load the model of a configuration, and return the Requests for the model."""
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.memory.machine import spare_what_is_loaded
@@ -281,7 +284,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """Load an engine in this process, and yield the function (a Run) that answers requests with the engine."""
+    """Load an engine in this process. Yield the function (a Run) that answers requests with the engine."""
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)
@@ -303,7 +306,10 @@ def _answer(
     numbers: Numbers,
     place: Place,
 ) -> None:
-    """Load the model, and answer the requests that have no answer yet."""
+    """Load the model, and answer the requests that have no answer yet.
+
+    place: see `run`.
+    """
     from forerun.engine.opened import Opened
 
     if requests.has_chats:
@@ -331,13 +337,16 @@ def _answer(
 
 
 def _failed_line(asked: BatchRequest, error: BaseException) -> dict[str, Any]:
-    """Return the output line of a request that failed in an unforeseen way. The other requests are still answered."""
+    """Return the output line of a request that failed in an unforeseen way, and log the error.
+
+    The other requests are still answered.
+    """
     LOG.error("request %s failed", shown(asked.custom_id), exc_info=error)
     failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
     return _answer_line(asked, *plain_error(failed))
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one line of the output. It begins with the id, by which answers.py recognises the lines of a batch."""
+    """Return one output line. The line begins with the id, by which answers.py recognises the lines of a batch."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
     return {"id": answer_id(asked.digest), "custom_id": asked.custom_id, "response": response, "error": None}

@@ -1,9 +1,9 @@
-"""What the bodies of all APIs have in common: the check of their fields, and the Job that they become.
+"""Checks the fields of request bodies for all APIs, and defines the Job that a body becomes.
 
 The policy is the same as for checkpoints: a field that would change the answer, but is not supported, is refused by
 name. Each API defines how its fields are treated (fields.py), and every other field is refused. A field that is null
 counts as absent. Some agents always send unsupported fields. So a server may be set to ignore such fields and to name
-them in the answer (`Given.ignored`).
+the ignored fields in the answer (`Given.ignored`).
 
 This module needs no web framework, file or clock.
 """
@@ -59,11 +59,11 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 class Form:
     """The fields of the bodies of one route.
 
-    own: the fields of this route alone. Every route also has the fields in EVERYWHERE, and a route whose answers a
-    model writes also has the fields in SHARED. A field in `own` replaces a field with the same name there. elsewhere:
-    fields that only a similar route has -> the url of that route. other_names: names that some clients give to fields
-    -> our names. grammars: paths of the route's own fields that may hold a grammar or a schema for the answer.
-    is_of_an_answer: whether a model writes the route's answers.
+    own: the fields of this route alone. Every route also has the fields in EVERYWHERE. A route whose answers a model
+    writes also has the fields in SHARED. A field in `own` replaces a field with the same name in EVERYWHERE or SHARED.
+    elsewhere: fields that only a similar route has -> the url of that route. other_names: other names that some clients
+    give to fields -> our names. grammars: paths of the route's own fields that may hold a grammar or a schema for the
+    answer. is_of_an_answer: whether a model writes the route's answers.
     """
 
     url: str
@@ -75,11 +75,11 @@ class Form:
 
     @property
     def fields(self) -> Fields:
-        """Every field that a body may have, by name."""
+        """All fields that a body may have: name -> Field."""
         return {**EVERYWHERE, **(SHARED if self.is_of_an_answer else {}), **self.own}
 
     def grammar_field(self, given: Body) -> str | None:
-        """Return the path of the field by which a body gives a grammar or a schema; None where it gives neither."""
+        """Return the path of the body's field that holds a grammar or a schema; None if no field does."""
         for path in (*self.grammars, *CONSTRAINTS):
             name, _, inner = path.partition(".")
             value = given.get(name)
@@ -88,9 +88,9 @@ class Form:
         return None
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a body whose fields have our names, where the client has used other names for them.
+        """Return a body in which fields with other names (other_names) have our names.
 
-        Where a body has the same field under both names, the value under our name counts.
+        If a body has a field under both names, the value under our name is kept.
         """
         others = {ours: body[other] for other, ours in self.other_names.items() if other in body}
         return {**others, **{name: value for name, value in body.items() if name not in self.other_names}}
@@ -98,7 +98,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Job:
-    """What one body asks for: params.n answers to a conversation (messages), or else to each of the prompts."""
+    """The work that one body asks for: params.n answers to a conversation (messages), or else to each prompt."""
 
     url: str
     model: str  # as the answer names it
@@ -137,9 +137,10 @@ class Job:
             raise Refused("stream=True is not possible with beams: which text is best is known at the end", "stream")
 
     def refusal(self, error: ForerunError) -> ForerunError:
-        """Return an error of this job. An error about a grammar becomes a Refused that names the body's field.
+        """Return the error to report. An error about a grammar becomes a Refused that names the body's field.
 
-        Where tools and answer both have schemas, the error stays as it is, as it does not say which schema is wrong.
+        If the tools and the answer both have schemas, `error` is returned unchanged, because it does not say which is
+        wrong.
         """
         tools, field = self.tools, self.grammar_field
         if tools is None or not (tools.strict or tools.is_forced):
@@ -156,7 +157,7 @@ class Job:
 class Given:
     """The honoured fields of a body, without fields that are null. body: the whole body.
 
-    ignored: the names of the fields that were ignored. ignores: whether unsupported fields are ignored rather than
+    ignored: the names of the fields that were ignored. ignores: whether unsupported fields are ignored instead of
     refused.
     """
 
@@ -166,7 +167,7 @@ class Given:
     body: Mapping[str, Any]
 
     def ignore(self, refusal: Refused) -> None:
-        """Ignore the refused field and note its name. Raises the refusal where the field may not be ignored."""
+        """Add the refused field to `ignored`. Raises `refusal` itself if the field may not be ignored."""
         if not self.ignores or refusal.code not in _MAY_BE_IGNORED:
             raise refusal
         self.ignored.append(str(refusal.param))
@@ -176,7 +177,10 @@ class Given:
 
 
 def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsupported: bool = False) -> Given:
-    """Return the honoured fields of a body. Raises Refused, naming the field."""
+    """Check the fields of a body, and return the honoured fields. Raises Refused, naming the field at fault.
+
+    served_names: the names that the body may give the model; () = any name.
+    """
     if not isinstance(body, Mapping):
         raise Refused(f"the body is {shown(body)}: it must be a JSON object")
     body, fields = form.named(body), form.fields
@@ -255,10 +259,10 @@ def public_names(served_names: Seq[str]) -> Seq[str]:
 
 
 def model_names(target: str) -> tuple[str, ...]:
-    """Return the names that requests may give a target.
+    """Return the names by which requests may call a model. target: the model's path or hub id.
 
-    For a path on this machine, these are its last part and the path. For a hub id, they are the id without and with the
-    revision.
+    The names of a path on this machine are its last part and the path. The names of a hub id are the id without the
+    revision, and the id with the revision.
     """
     path = there(target)
     if path is not None:
@@ -345,9 +349,9 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
 
 
 def _prediction(given: Mapping[str, Any]) -> str:
-    """Return the text of a prediction in the form of OpenAI's API. Raises Refused for another form.
+    """Return the text of a prediction in the form of OpenAI's API. Raises Refused for any other form.
 
-    The type must be content, and the content a text or a list of text parts.
+    The prediction's type must be "content". Its content must be a text or a list of text parts.
     """
     content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -359,7 +363,10 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
-    """Return the Refused for an error of SamplingParams, with the field's name as the body has it."""
+    """Convert an error of SamplingParams to a Refused that calls the field by its name in the body.
+
+    names: name in the body -> field of SamplingParams.
+    """
     message = str(error).replace(", or None", ", or null")
     name = error.option
     if name is None:
@@ -371,9 +378,10 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
 
 
 def of_grammar(error: ForerunError, field: str | None) -> ForerunError:
-    """Return an error. If it begins with the engine's name for a grammar, return a Refused that names the body's field.
+    """Return the error to report for `error`. An error about a grammar becomes a Refused that names the body's field.
 
-    field: the path of the body's field for the grammar or the schema; None = the error is returned as it is.
+    The message of such an error begins with the engine's name for a grammar; `field` replaces this name. field: the
+    path of the body's field with the grammar or the schema; None = return `error` unchanged.
     """
     message = str(error)
     name = next((name for name in _GRAMMARS if message.startswith((f"{name} ", f"{name}="))), None)
@@ -388,7 +396,7 @@ def are_ids(prompt: object) -> bool:
 
 
 def variables(given: Body) -> Mapping[str, Any]:
-    """Return the variables that a body passes on to the chat template. Raises Refused."""
+    """Return the chat template's variables that a body gives (chat_template_kwargs). Raises Refused."""
     kwargs: Mapping[str, Any] = given.get("chat_template_kwargs", {})
     if wrong := [name for name in _NO_VARIABLES if name in kwargs]:
         message = f"chat_template_kwargs={shown(wrong)} is not possible: it takes the template's own variables, by name"
@@ -397,9 +405,9 @@ def variables(given: Body) -> Mapping[str, Any]:
 
 
 def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
-    """Return content as one text, with newlines between its parts. Raises Refused.
+    """Return the content of a message as one text, with newlines between the parts. Raises Refused.
 
-    kinds: the types of parts that hold text.
+    where: the path of the content in the body. kinds: the types of parts that hold text.
     """
     if isinstance(content, str):
         return content
@@ -422,11 +430,12 @@ def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """The numbers of tokens of all choices together.
+    """Numbers of tokens, summed over all choices of a request.
 
-    cached: prompt tokens that were in the prefix cache. disk: cached tokens that came from disk. accepted, rejected:
-    how many of the tokens drafted from the request's prediction were accepted and rejected; None = no tokens were
-    drafted from it. reasoning: completion tokens that belong to the reasoning.
+    prompt: tokens of the prompts, each prompt counted once. cached: prompt tokens that were in the prefix cache. disk:
+    cached tokens that came from disk. accepted, rejected: accepted and rejected tokens among the tokens drafted from
+    the request's prediction; None = no tokens were drafted from a prediction. reasoning: completion tokens of the
+    reasoning.
     """
 
     prompt: int
@@ -439,7 +448,7 @@ class Usage:
 
     @property
     def prompt_details(self) -> dict[str, int]:
-        """The numbers of cached prompt tokens, in the form of the APIs. Tokens from disk also count as cached."""
+        """The field prompt_tokens_details of OpenAI's API. Tokens from disk also count as cached tokens."""
         return {"cached_tokens": self.cached} | ({"disk_tokens": self.disk} if self.disk else {})
 
     @classmethod
@@ -462,7 +471,7 @@ class Usage:
 
 
 def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
-    """Return the HTTP status of an error, its code and the field at fault."""
+    """Return the HTTP status of an error, its code, and the name of the field at fault. Code and name may be None."""
     if isinstance(error, Refused):
         return error.status, error.code, error.param
     if isinstance(error, UserError):
@@ -471,10 +480,10 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 
 
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
-    """Return the report on speculation for all choices together. It contains the seed that reproduces the choices.
+    """Return the report on speculation, summed over all choices. The report has the seed that reproduces the choices.
 
-    Counts are sums over all choices, see RequestReport. A ratio is None where its denominator is 0. scores: the scores
-    of the outputs of a beam search.
+    Counts are sums over all choices, see RequestReport. A ratio is None if its denominator is 0. scores: the scores of
+    the outputs, in a beam search.
     """
     reports = {id(output.report): output.report for output in outputs}.values()  # a beam search's outputs share one
     sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}

@@ -1,4 +1,4 @@
-"""A conversation and its tools in the form of OpenAI's chats. Routes of several APIs read this form."""
+"""Reads conversations and tools in the form of OpenAI's chats. Routes of several APIs take this form."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHOICE: Fields = {**by_reader(tool_choice=_CHOICE), **honoured(parallel_tool_cal
 def conversation(read: Given) -> dict[str, Any]:
     """Return the conversation in a body, as fields of a Job. Raises Refused.
 
-    The body may have the fields in FIELDS and CHOICE.
+    Reads the fields of a body that FIELDS and CHOICE list.
     """
     given = read.fields
     goes_on = given.get("continue_final_message", False)
@@ -74,7 +74,10 @@ def conversation(read: Given) -> dict[str, Any]:
 
 
 def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
-    """Return the functions of a chat, and the choice among them. Tools of other types are listed in `ignored`."""
+    """Return the functions of a chat and the choice among them; None if no function may be called. Raises Refused.
+
+    Tools of other types are left out, and added to the list `ignored`.
+    """
     functions = list[Mapping[str, Any]]()
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type", "function") != "function":
@@ -99,13 +102,16 @@ def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
 
 
 def _name(tool: Any) -> Any:
-    """Return the name in {"type": "function", "function": {"name": "f"}}."""
+    """Return the name "f" in a tool {"type": "function", "function": {"name": "f"}}; None if the tool has no name."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Check a conversation and return its messages. Raises Refused, also for a part of a content that is no text."""
+    """Check the messages of a conversation, and return them in the form that chat templates know.
+
+    Raises Refused for a malformed message, and for a part of a message that is not text.
+    """
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         message = f"messages={shown(messages)} is not possible: it must be a list such as {A_CONVERSATION}"
@@ -141,7 +147,10 @@ def _known(message: Message) -> Message:
 
 
 def _function(call: Any) -> Any:
-    """Turn a call of a custom tool, which takes a text, into a call of a function whose only argument is "input"."""
+    """Convert a call of a custom tool, which takes a text, to a call of a function with the only argument "input".
+
+    Any other call is returned unchanged.
+    """
     custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if not isinstance(custom, Mapping):
         return call

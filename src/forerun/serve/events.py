@@ -1,4 +1,4 @@
-"""Server-sent events (the HTML standard, section 9.2): how pieces of an answer go over the wire."""
+"""Encodes answers as JSON and as server-sent events (the HTML standard, section 9.2)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Return one event with JSON data, and with a name where the API names its events."""
+    """Return one server-sent event with `data` as JSON. name: the event's name; None = no name."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + as_json(data) + b"\n\n"
 
 
 def in_slices(data: Any) -> bytes:
-    """Return data as JSON, like `as_json`, but let other threads run in between.
+    """Return data as JSON, like `as_json`, but let other threads run meanwhile.
 
-    While the encoder writes a million numbers in one call, no other thread runs. So each slice of the data has its own
-    call.
+    While the encoder writes a million numbers in one call, no other thread runs. So each slice of the data is encoded
+    in a separate call.
     """
     return b"".join(_slices(data))
 

@@ -1,8 +1,8 @@
-"""The fields of bodies: which values a field may have, as JSON Schema, and whether it is honoured, ignored or refused.
+"""Defines fields of request bodies: the permitted values, as JSON Schema, and whether a field is honoured or ignored.
 
-Every API builds its fields with these functions. The checks of a body, the server's OpenAPI document and its list of
-harmless fields all follow from the fields. The schema of a Field describes the values that are honoured, and every
-other value is refused before the API reads the body. Only fields made by `by_reader` are left to the API's own reader.
+Every API builds its fields with these functions. The checks of bodies, the OpenAPI document and the documented list of
+harmless fields follow from the fields. The schema of a Field describes the values that are honoured. Every other value
+is refused before the API reads the body. Only fields with is_read are checked by the API's own reader instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 class Field:
     """One field of a body. A field without a schema is never honoured.
 
-    neutral: the permitted values, all without effect. inert: whether every value is accepted, because no answer depends
-    on the field. why: the reason for `neutral` or `inert`; for a required field, the message to a client that leaves it
-    out. is_noted: whether the field is ignored, and listed as ignored in the answer. is_read: whether the API's reader
-    checks the field itself.
+    neutral: the permitted values, none of which has an effect. inert: whether every value is accepted, because no
+    answer depends on the field. why: the reason for `neutral` or `inert`; for a required field, the message to a client
+    that leaves out the field. is_noted: whether the field is ignored, and listed as ignored in the answer. is_read:
+    whether the API's own reader checks the field.
     """
 
     schema: Schema | None = None
@@ -49,7 +49,7 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """The field's schema in the server's OpenAPI document. A field that is null counts as absent."""
+        """The field's schema in the OpenAPI document. An optional field may also be null, which counts as absent."""
         if self.is_noted:
             return {"description": "served without it; the header x-forerun-ignored of the answer says so"}
         if self.inert:
@@ -69,29 +69,30 @@ def required(schema: Schema, why: str = "this API wants it", *, is_read: bool = 
 
 
 def neutral(values: Seq[Any], why: str) -> Field:
-    """Return a field that permits only these values, which have no effect. why: the reason to refuse others."""
+    """Return a field that permits only values that have no effect. why: the reason to refuse all other values."""
     return Field(neutral=values, why=why)
 
 
 def inert(why: str, *names: str) -> dict[str, Field]:
-    """Return fields that may have any value, because no answer depends on them. why: the reason for that."""
+    """Return fields that may have any value: name -> Field. why: the reason why no answer depends on the fields."""
     return dict.fromkeys(names, Field(inert=True, why=why))
 
 
 def noted(*names: str) -> dict[str, Field]:
-    """Return fields that are ignored. The answer to a client that sends such a field lists it as ignored."""
+    """Return fields that are ignored: name -> Field. The answer to a body with such a field lists it as ignored."""
     return dict.fromkeys(names, Field(is_noted=True))
 
 
 def honoured(**schemas: Schema) -> dict[str, Field]:
-    """Return fields that are honoured, by their names. Values that the schemas do not permit are refused."""
+    """Return fields that are honoured: name -> Field. Values that a field's schema does not permit are refused."""
     return {name: Field(schema) for name, schema in schemas.items()}
 
 
 def by_reader(**schemas: Schema) -> dict[str, Field]:
-    """Return fields that are honoured and that the API's own reader checks, as SamplingParams checks its own fields.
+    """Return honoured fields that the API's own reader checks: name -> Field.
 
-    The schemas only describe such fields: the reader may permit more, and says more about what it refuses.
+    The schemas only describe the fields in the OpenAPI document. The reader may permit more values than a schema, and
+    its error messages say more.
     """
     return {name: Field(schema, is_read=True) for name, schema in schemas.items()}
 

@@ -1,4 +1,4 @@
-"""The form of an answer in bodies: fields of OpenAI's API and of vLLM that become fields of SamplingParams.
+"""Converts fields of bodies that fix the form of the answer (OpenAI's and vLLM's) to fields of SamplingParams.
 
 response_format      {"type": "text" | "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}
 structured_outputs   {"json": ..., "regex": ..., "choice": ..., "grammar": ..., "json_object": true}
@@ -55,9 +55,10 @@ _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 
 
 def params_of_format(given: Mapping[str, Any], response_format: str = RESPONSE_FORMAT) -> dict[str, Any]:
-    """Return the fields of SamplingParams for the wanted form of the answer. Raises Refused, naming the field.
+    """Return the fields of SamplingParams for the form that a body asks for. Raises Refused, naming the field at fault.
 
-    response_format: the name that the API gives to the field `response_format` of OpenAI's chats.
+    response_format: this API's name for the field that OpenAI's chats call response_format. The fields guided_* are
+    only checked for conflicts; `params_of` converts them.
     """
     fields, said = dict[str, Any](), dict[str, str]()  # fields of SamplingParams, and the body's field for each
     parts = {

@@ -1,4 +1,4 @@
-"""The engine requests of one body, as the event loop sees them: their progress and their texts.
+"""Connects the engine requests of one body to the event loop: reports their progress and makes their texts.
 
 The engine's thread notes how far each request has come, and wakes the event loop once per step. In a stream, the next
 piece of text is made only when the client has taken the last piece. So a slow client gets fewer and longer pieces.
@@ -18,10 +18,10 @@ from forerun.errors import ForerunError
 
 
 class News:
-    """The way in which the engine's thread tells the event loop which generations have news.
+    """Tells the event loop, from the engine's thread, which generations have news.
 
-    on_news: called in the event loop, before the tasks that wait for the news are woken. Only `ring` wakes the loop,
-    once for all requests of a step, because a wake-up costs both threads more than all other work for a request's news.
+    on_news: called in the event loop, before the waiting tasks are woken. Only `ring` wakes the loop, once for all
+    requests of a step. One wake-up costs both threads more than all other work for the news of a request.
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
@@ -31,16 +31,16 @@ class News:
         self._is_rung = False
 
     def tell(self, generation: Generation) -> None:
-        """Note that there is news about a generation. Any thread may call this.
+        """Note that a generation has news. Any thread may call this.
 
-        Raises RuntimeError where the event loop is closed.
+        Raises RuntimeError if the event loop is closed.
         """
         if self._loop.is_closed():
             raise RuntimeError("the event loop was closed")
         self._pending.append(generation)
 
     def ring(self) -> None:
-        """Wake the event loop. Any thread may call this, once all news of a step has been noted."""
+        """Wake the event loop. Any thread may call this, after it has noted all news of a step."""
         if self._pending and not self._is_rung:
             self._is_rung = True
             with suppress(RuntimeError):  # the event loop was closed: nobody listens
@@ -54,10 +54,10 @@ class News:
 
 
 class Generation:
-    """The requests of one body: params.n requests for each prompt, in the order of the prompts.
+    """The engine requests of one body: params.n requests for each prompt, in the order of the prompts.
 
-    is_streamed: whether each step of a request is reported. Otherwise only the end of a request is reported. error: the
-    failure that ended all requests together; None = there was no such failure.
+    is_streamed: whether each step of a request is reported, or only the request's end. error: the failure that ended
+    all requests together; None = there was no such failure.
     """
 
     def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
@@ -81,7 +81,7 @@ class Generation:
             self._news.tell(self)
 
     def fail(self, error: ForerunError) -> None:
-        """End the generation with an error, and wake the task that waits for it."""
+        """End the generation with an error, and wake the task that waits for the generation."""
         self.error = self.error or error
         self.has_news.set()
 
@@ -94,13 +94,13 @@ class Generation:
 
     @property
     def failure(self) -> ForerunError | None:
-        """Why the generation failed; None where it did not fail."""
+        """The error of the generation, or of one of its requests; None if there is no error."""
         return self.error or next((r.error for r in self.requests if r.error is not None), None)
 
     def num_new_tokens(self) -> float:
         """Return how many tokens the next call of `chunks` would turn into text.
 
-        Returns inf where `chunks` would have other work as well: at the beginning, at the end of a choice, with
+        Returns inf if `chunks` would also have other work: at the beginning, at the end of a choice, with
         log-probabilities, and after an error.
         """
         if not self._readers or self.error is not None or self.requests[0].seq.params.logprobs is not None:
@@ -116,7 +116,7 @@ class Generation:
     def chunks(self) -> list[tuple[int, Chunk]]:
         """Return the new chunks, each with the index of its choice. Raises the error that ended the generation.
 
-        This makes text, so it may be called in the event loop only where `num_new_tokens` is small.
+        Making text takes time, so call this in the event loop only if `num_new_tokens` is small.
         """
         if not self._readers:
             self._readers = [Reader(request) for request in self.requests]
@@ -132,9 +132,10 @@ class Generation:
         return new
 
     def outputs(self) -> list[RequestOutput]:
-        """Return the outputs of all requests, in order. To be called when all requests have ended.
+        """Return the outputs of all requests, in order. Raises the error that ended a request.
 
-        Raises the error that ended a request. Not to be called in the event loop, because this makes text.
+        Call this only after all requests have ended. Do not call this in the event loop, because making text takes
+        time.
         """
         if (failure := self.failure) is not None:
             raise failure

@@ -64,9 +64,9 @@ class Kept:
         self._num_bytes = 0
 
     def put(self, key: str, response: dict[str, Any], items: bytes) -> None:
-        """Keep a response. key: the digest of its owner's API key.
+        """Keep a response. key: the digest of the API key with which the response was requested.
 
-        items: the response's whole input as a JSON list, earlier responses included.
+        items: the whole conversation before the response, as a JSON list. It includes earlier responses.
         """
         conversation = _joined(items, in_slices(response["output"]))
         one = _Kept(key, self._clock(), conversation, in_slices(response))
@@ -78,7 +78,7 @@ class Kept:
             self._forget_old()
 
     def get(self, key: str, response_id: str) -> dict[str, Any]:
-        """Return a response. Raises Refused where it is not kept, or belongs to another key."""
+        """Return a kept response. Raises Refused if the response is not kept, or belongs to another key."""
         response: dict[str, Any] = json.loads(self._find(key, response_id, 404).response)
         return response
 
@@ -90,11 +90,11 @@ class Kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """Return a body with its references to kept responses and items resolved.
+        """Return a body in which references to kept responses and items are replaced by the conversation and the items.
 
-        The input then begins with the conversation that the body continues, and contains each item in place of the
-        reference to it. A body without references, or one that cannot be parsed, is returned as it is. Raises Refused
-        where a response or an item is not kept or belongs to another key, and where a body with references is too long.
+        The conversation that the body continues comes before the body's own input. A body without references is
+        returned unchanged, and so is a body that cannot be parsed. Raises Refused if a response or an item is not kept
+        or belongs to another key, or if a body with references is too long.
         """
         if not names_kept(body):
             return body
@@ -121,7 +121,10 @@ class Kept:
         return b'{"input":' + conversation + (b"," if given else b"") + as_json(given)[1:]
 
     def _resolved(self, key: str, items: list[Any]) -> list[Any]:
-        """Return the items with each reference replaced by its item. Each response is parsed once."""
+        """Return the items, with each reference replaced by the item that it refers to. Raises Refused.
+
+        Each response is parsed only once.
+        """
         outputs, resolved = dict[str, dict[str, Any]](), list[Any]()
         for i, item in enumerate(items):
             if not _is_reference(item):

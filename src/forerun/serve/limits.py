@@ -1,4 +1,4 @@
-"""The limits of a server: how many requests it takes at once, how long it waits, and how it shuts down."""
+"""Limits the work of a server: the bodies that arrive, the choices that run or wait, and the time of each wait."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HALF_LIFE = 0.9  # the weight of the old mean duration of requests, when a requ
 
 
 class Arriving:
-    """The bodies of requests that have begun to arrive and are not whole yet. Used by the event loop's thread alone.
+    """Counts the request bodies that have begun to arrive and are not complete. For the event loop's thread only.
 
-    Such a body takes no place in the Gate. most: the largest number of such bodies. most_bytes: the largest number of
-    bytes of all such bodies together. Beyond either limit, the oldest body is refused. So clients that never end their
-    bodies cannot block other clients.
+    An arriving body takes no place in the Gate. most: the largest number of arriving bodies. most_bytes: the largest
+    number of bytes of all arriving bodies together. If either limit is exceeded, the oldest body is refused. So clients
+    that never end their bodies cannot block other clients.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -36,9 +36,10 @@ class Arriving:
 
     @asynccontextmanager
     async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
-        """Count one body while the block reads it. Raises Refused (408) where the body is late.
+        """Count one body while the `with` block reads the body.
 
-        Yields a function that must be called for each part of the body, with the part's number of bytes.
+        Yields a function that must be called for each part of the body, with the part's number of bytes. Raises Refused
+        (408) after timeout_s seconds, or if the body is the oldest one when a limit is exceeded.
         """
         limit = asyncio.timeout(timeout_s)
 
@@ -72,9 +73,10 @@ class Arriving:
 
 
 class Patience:
-    """A cheaper asyncio.timeout for a task with many short waits: one timer serves all of them and is rarely set anew.
+    """A cheaper replacement of asyncio.timeout for a task with many short waits. All waits share one timer.
 
-    A Patience belongs to the task that makes it. That task waits for one thing at a time.
+    The timer is rarely set anew. A Patience belongs to the task that makes it. The task may wait for only one thing at
+    a time.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, awaited: Awaitable[T], at_most_s: float) -> T:
-        """Return the result of `awaited`. After at_most_s, cancel it and raise TimeoutError."""
+        """Return the result of `awaited`. After at_most_s seconds, cancel the wait and raise TimeoutError."""
         assert self._task is not None
         self._due_s = self._loop.time() + at_most_s
         self._is_over = False
@@ -108,7 +110,10 @@ class Patience:
         self._timer = self._loop.call_at(self._due_s, self._look)
 
     def _look(self) -> None:
-        """Handle the end of the timer, which may have been set for a wait that is long over."""
+        """Handle the end of the timer, which may have been set for an earlier wait.
+
+        If the task's present wait is overdue, cancel the task. If this wait ends later, set the timer anew.
+        """
         self._timer = None
         if self._loop.time() < self._due_s < math.inf:
             self._set_timer()
@@ -118,20 +123,20 @@ class Patience:
 
 
 class Place:
-    """The room that one request takes in a Gate. num: the request's number of choices; 1 until that number is known."""
+    """The room that one request takes in a Gate. num: the request's number of choices; 1 until the number is known."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self.num, self.is_generating = gate, 1, False
 
     def grow(self, num: int) -> None:
-        """Take room for `num` choices. Raises Refused where the Gate has too little room."""
+        """Enlarge the place to `num` choices. Raises Refused if the Gate has too little room."""
         self._gate.check(num - self.num)
         self._gate.num_taken += num - self.num
         self.num, self.is_generating = num, True
 
 
 class Gate:
-    """A limit on the number of choices that run or wait, over all requests. Used by the event loop's thread alone.
+    """A limit on the number of choices that run or wait, over all requests. For the event loop's thread only.
 
     capacity: the most choices that run or wait. batch: the most choices that run at once.
     """
@@ -145,7 +150,7 @@ class Gate:
         self._mean_s = 1.0  # duration of a request that generates
 
     def look(self) -> None:
-        """Raise Refused where `enter` would raise it now, so that a client is told before it sends a body in vain."""
+        """Raise Refused if `enter` would now raise Refused, so that a client learns this before sending its body."""
         if self.is_draining:
             raise Refused(
                 "the server is shutting down: send the request to another one, or later",
@@ -157,10 +162,10 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
-        """Hold a place for one request while the block runs.
+        """Hold a place for one request while the `with` block runs.
 
-        Raises Refused, with status 429 where no place is free, and with status 503 while the server shuts down. Enter
-        only when the whole body has arrived, because an arriving body costs memory (see Arriving) but takes no place.
+        Raises Refused, with status 429 if no place is free, and with status 503 while the server shuts down. Enter only
+        after the whole body has arrived, because an arriving body costs memory (see Arriving) but takes no place.
         """
         self.look()
         place = Place(self)
@@ -178,7 +183,7 @@ class Gate:
                 self.is_empty.set()
 
     def check(self, num: int) -> None:
-        """Raise Refused (429) where there is no room for `num` more choices."""
+        """Raise Refused (429) if there is no room for `num` more choices."""
         if self.num_taken + num > self.capacity:
             raise Refused(
                 f"{self.num_taken} choices run or wait, of {self.capacity} that this server takes: try again later",
@@ -188,9 +193,10 @@ class Gate:
             )
 
     def retry_after_s(self) -> int:
-        """Return an estimate of the seconds until a place is free.
+        """Return an estimate of the seconds until a place is free, from 1 to MAX_RETRY_S.
 
-        It is the mean time of a request, multiplied by the number of batches that the running and waiting choices fill.
+        The estimate is the mean time of a request, multiplied by the number of batches that the running and waiting
+        choices fill.
         """
         batches = max(1.0, self.num_taken / self.batch)
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

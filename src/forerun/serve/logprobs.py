@@ -1,7 +1,7 @@
-"""Log-probabilities in the two forms of the OpenAI API, and the texts that name tokens there.
+"""Log-probabilities in the two forms of the OpenAI API, and the names of tokens in these forms.
 
-A token is named by its text, including a leading space. A token that is only part of a character is named
-by its bytes, as in bytes:\\xe2\\x80. A control token goes by its own name.
+A token is named by its text, including a leading space. A token that is only part of a character is named by its bytes,
+as in bytes:\\xe2\\x80. A control token goes by its own name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LOWEST = -9999.0  # the API's value for probabilities of 0: JSON has no infinity
 
 
 def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return one entry for each token, with the likeliest tokens at its position.
+    """Return one entry for each token, in the form of OpenAI's chats, with the likeliest tokens at its position.
 
-    lefts: for each token, the token before it.
+    lefts: for each token, the id of the token before it.
     """
     entries = []
     for position, left in zip(positions, lefts, strict=True):
@@ -34,10 +34,10 @@ def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Toke
 
 
 class SaidLogprobs:
-    """The log-probabilities of the tokens that form the text of a chat's answer, piece by piece.
+    """Makes the log-probabilities of a chat's answer, piece by piece, for the tokens that form the answer's text.
 
-    Tokens of the reasoning, of calls and of marks around them, and end tokens, are left out. left: the last token of
-    the prompt.
+    Tokens of reasoning, tokens of tool calls, tokens of the marks around both, and end tokens are left out. left: the
+    id of the prompt's last token.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer) -> None:
@@ -45,9 +45,9 @@ class SaidLogprobs:
         self._ids, self._tokenizer = [left], tokenizer
 
     def piece(self, positions: Seq[TokenLogprob], said: Seq[int]) -> list[dict[str, Any]]:
-        """Take the answer's next tokens, and return the entries of the tokens that have now become text.
+        """Return the entries for the tokens that have now become text. positions: the next tokens of the answer.
 
-        said: the indices, in the answer, of the tokens that have now become text.
+        said: the indices of the tokens that have now become text, counted from the beginning of the answer.
         """
         self._positions += positions
         self._ids += [position.token_id for position in positions]
@@ -56,9 +56,9 @@ class SaidLogprobs:
 
 
 def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return entries for the tokens that form the text of a whole answer.
+    """Return the entries for the tokens that form the text of a whole answer; [] without log-probabilities.
 
-    Where the parts of the answer are unknown, there is an entry for every token.
+    If the parts of the answer are unknown, return an entry for every token.
     """
     if (positions := output.logprobs) is None:
         return []
@@ -67,9 +67,9 @@ def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str,
 
 
 class CompletionLogprobs:
-    """Log-probabilities in the form of /v1/completions, piece by piece.
+    """Makes log-probabilities in the form of /v1/completions, piece by piece.
 
-    left: the last token of the prompt. offset: the index in the choice's text at which the text of the first token
+    left: the id of the prompt's last token. offset: the index in the choice's text at which the text of the first token
     begins.
     """
 
@@ -81,8 +81,8 @@ class CompletionLogprobs:
         """Return four lists with one entry for each token: tokens, token_logprobs, top_logprobs and text_offset.
 
         text_offset: the index of the token's first character in the choice's text. top_logprobs: the log-probabilities
-        of the likeliest tokens and of the token itself, by their texts. Where two tokens have the same text, the
-        likelier one counts. num_chars: the length of the choice's text, if it is known; no offset is larger.
+        of the likeliest tokens and of the token itself, by their texts. If two tokens have the same text, the likelier
+        token counts. num_chars: the length of the choice's text, which limits the offsets; None = not known.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         tokenizer = self._tokenizer
@@ -106,7 +106,8 @@ def prompt_logprobs(
 ) -> dict[str, Any]:
     """Return the log-probabilities of a prompt in the form of /v1/completions. The first token has no log-probability.
 
-    num_chars: the length of the prompt's text, without the tokens that the tokenizer adds at both ends.
+    ids: the prompt's token ids. num_chars: the length of the prompt's text, without the tokens that the tokenizer adds
+    at both ends.
     """
     known = [position for position in positions if position is not None]
     rest = CompletionLogprobs(ids[0], tokenizer).piece(known)
@@ -123,7 +124,7 @@ def prompt_logprobs(
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:
-    """Return the text that a token adds after the token `left`, in UTF-8.
+    """Return the text that a token adds after the token `left`, in UTF-8. token, left: token ids.
 
     For a token that is only part of a character, return the bytes of that part.
     """

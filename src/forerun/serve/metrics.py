@@ -27,9 +27,9 @@ _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
 
 
 class Families:
-    """The metrics of a server. Each is created once for all models; the label model_name tells the models apart.
+    """The metrics of a server. Each metric is created once for all models. The label model_name tells the models apart.
 
-    prefix: stands before the names of the metrics.
+    prefix: the first part of every metric's name.
     """
 
     def __init__(self, prefix: str = "forerun") -> None:
@@ -38,19 +38,19 @@ class Families:
         self._made = dict[str, Any]()
 
     def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
-        """Return the metric with this name, made at the first call. kind: the metric's class in prometheus_client."""
+        """Return the metric `name`, which the first call creates. kind: the metric's class in prometheus_client."""
         if name not in self._made:
             names = ["model_name", *labels]
             self._made[name] = kind(f"{self._prefix}:{name}", text, names, registry=self._registry, **more)
         return self._made[name]
 
     def text(self) -> bytes:
-        """Return all metrics as text, for a scrape. Not to be called in the event loop."""
+        """Return all metrics as text, for a scrape. Do not call this in the event loop."""
         return generate_latest(self._registry)
 
 
 class Metrics:
-    """A listener that counts every step of an LLM and every request that ends.
+    """Counts every step of an LLM and every request that ends.
 
     model: the value of the label model_name. families: the server's metrics; None = the LLM is the only model.
     """
@@ -109,11 +109,11 @@ class Metrics:
         self._end()
 
     def text(self) -> bytes:
-        """Return the metrics of all models as text, for a scrape. Not to be called in the event loop."""
+        """Return the metrics of all models as text, for a scrape. Do not call this in the event loop."""
         return self._families.text()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer. path: the path as the route defines it, never as a client has sent it."""
+        """Count an HTTP answer. path: the path in the route's definition, never the path that the client sent."""
         self._of(self._answers, path, str(status)).inc()
 
     def delayed(self, seconds: float) -> None:
@@ -121,7 +121,7 @@ class Metrics:
         self._of(self._delay).observe(seconds)
 
     def ended(self, requests: Seq[Request], *, is_failed: bool = False) -> None:
-        """Count requests that have ended, or are being ended. is_failed: whether a failure of the engine ends them."""
+        """Count requests that have ended or are about to end. is_failed: whether the engine's failure ends them."""
         for request in requests:
             seq, report = request.seq, request.report
             self._last_s.pop(seq.id, None)
@@ -191,9 +191,9 @@ class Metrics:
             gauge.labels(self._model).set_function(read)
 
     def _of(self, metric: Any, *labels: str) -> Any:
-        """Return the child of a metric with these labels.
+        """Return the child of a metric for these labels, in the sense of prometheus_client.
 
-        Children are remembered, because looking one up in the metric takes longer than counting.
+        Children are cached, because looking up a child in the metric takes longer than counting.
         """
         key = (id(metric), labels)
         child = self._children.get(key)

@@ -1,4 +1,4 @@
-"""The bodies and errors in /openapi.json: a schema for each field that is honoured or is accepted as harmless."""
+"""Describes bodies and errors for /openapi.json, with a schema for each field that is honoured or harmless."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def body_of(route: Generate | Count) -> Schema:
 
 
 def bodies(services: Services) -> dict[str, Schema]:
-    """Return the schemas of all bodies, with this server's models, drafters and verification rules filled in."""
+    """Return the schemas of all bodies by URL path, with this server's models, drafters and verification rules."""
     engines = [service.llm.engine for service in services.all]
     here: dict[str, Schema] = {
         "model": {"enum": list(services.names)},
@@ -69,12 +69,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def as_body(schema: Schema) -> dict[str, Any]:
-    """Return a route's body in the form that FastAPI takes."""
+    """Return a request body with this schema in the form that FastAPI takes (openapi_extra)."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def answers_of(route: Generate | Count) -> dict[int | str, dict[str, Any]]:
-    """Return a route's answers by status: JSON, or a stream in the media type of its API."""
+    """Return the possible answers of a route by status, in the form that FastAPI takes.
+
+    A successful answer is JSON, or a stream in the media type of the route's API.
+    """
     kinds = ["application/json"]
     if isinstance(route, Generate):
         kinds.append(route.media_type.partition(";")[0])

@@ -33,7 +33,7 @@ class _Checked:
 @with_fields
 @dataclass(frozen=True)
 class Limits(_Checked):
-    """How much a server takes at once, and for how long."""
+    """The limits of a server: the queue, the sizes of bodies and headers, and the longest waits."""
 
     # These wait in addition to the batch that runs.
     max_queue: int = option(256, "choices that wait at most; more get status 429", above=-1, range="at least 0")

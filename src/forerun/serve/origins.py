@@ -1,14 +1,14 @@
-"""Which web pages may use a server: its own, and the origins of --allow-origin.
+"""Decides which web pages may use a server: the server's own pages, and the pages of origins in --allow-origin.
 
-A browser sends what any page asks it to send, even to a server that only its own machine can reach. The browser says
-which page sends a request (header Origin), and asks the server before it sends JSON to another origin. But a page may
-point a host name that it controls at this machine's address (DNS rebinding). Then the browser takes this server for the
-page's own. An API key keeps such a page out. Without a key, the server checks the name in the header Host. It accepts
-the names of --allow-host. It also accepts addresses, localhost and this machine's names, because no page controls where
-these lead.
+A browser sends any request that a page asks for, even to a server that only the browser's machine can reach. The
+browser says which page sends a request (header Origin), and asks the server before it sends JSON to another origin. But
+a page may point a host name that it controls at this machine's address (DNS rebinding). Then the browser takes this
+server for the page's own. An API key keeps such a page out. Without a key, the server checks the name in the header
+Host. The server accepts the names of --allow-host. It also accepts addresses, localhost and this machine's names,
+because no page can change the machine to which they lead.
 
-A body must be declared as JSON. Ollama's clients often leave this declaration out. So Ollama's routes require it only
-in requests that have a header of browsers, such as Origin. With a POST, browsers always send Origin.
+A body must be declared as JSON. Ollama's clients often leave out this declaration. So Ollama's routes require the
+declaration only in requests that have a header of browsers, such as Origin. With a POST, browsers always send Origin.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True)
 class Origins:
-    """Which web pages may call a server, and by which host names the server may be called.
+    """The web pages that may call a server, and the host names by which the server may be called.
 
     allowed: origins besides the server's own; "*" = any. hosts: host names besides this machine's names and IP
     addresses; "*" = any. only_local: whether only loopback addresses are accepted, in place of all IP addresses.
@@ -52,7 +52,10 @@ class Origins:
 
     @classmethod
     def parse(cls, origins: Iterable[str], hosts: Iterable[str] = (), *, only_local: bool = False) -> Origins:
-        """Return the Origins that the options give. Raises BadOption for a value that is no origin, or no host name."""
+        """Return the Origins for the values of the options --allow-origin and --allow-host.
+
+        Raises BadOption for a value that is no origin, or no host name. only_local: see Origins.
+        """
         allowed, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
         for origin in allowed:
             if not _ORIGIN.fullmatch(origin):
@@ -71,7 +74,7 @@ class Origins:
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes], *, is_lax: bool = False) -> None:
         """Raise Refused for a foreign host name or page, and for a body that is compressed or not declared as JSON.
 
-        is_lax: whether programs may leave out the declaration that a body is JSON. Web pages never may.
+        is_lax: whether programs may omit the declaration that a body is JSON. Web pages must always declare it.
         """
         is_safe = method in _SAFE
         if not (self.knows(headers) or (is_safe and path in PROBES)):
@@ -103,7 +106,7 @@ class Origins:
             )
 
     def answer_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let a page of another origin see the answer (CORS), where that origin is allowed."""
+        """Return the CORS headers that let a page of an allowed origin read the answer; else only `vary`."""
         origin = headers.get(b"origin", b"")
         if not origin or not self._is_friend(_header(headers, b"origin")):
             return [(b"vary", b"Origin")]  # a cache must not give this answer, without the headers, to an allowed page
@@ -114,9 +117,9 @@ class Origins:
         ]
 
     def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
-        """Return the headers that answer a browser's preflight request; None for any other request.
+        """Return the headers of the answer to a browser's preflight request; None for any other request.
 
-        A preflight comes without the API key. Raises Refused for a page that may not send requests.
+        A preflight request comes without the API key. Raises Refused for a page that may not send requests.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in headers or b"origin" not in headers:
             return None
@@ -133,10 +136,11 @@ class Origins:
         return answer
 
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Return whether the server accepts the host name of a request (header Host).
+        """Return whether the server accepts the host name in a request (header Host).
 
-        It accepts this machine's names, IP addresses (see `only_local`), allowed host names, and the hosts of allowed
-        origins, because no foreign page controls where these lead. It also accepts requests without a host name.
+        The server accepts this machine's names, IP addresses (see `only_local`), allowed host names, and the hosts of
+        allowed origins. No foreign page can change the machine to which any of these leads. A request without a host
+        name is also accepted.
         """
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:
@@ -151,7 +155,7 @@ class Origins:
         return name in self.hosts | _own_names() or name in {friend[0] for friend in friends if friend is not None}
 
     def _allows(self, origin: str, host: str) -> bool:
-        """Return whether a page's origin is among the allowed origins, or is the host to which the request goes."""
+        """Return whether a page's origin is allowed, or is the server's own. host: the request's header Host."""
         if self._is_friend(origin):
             return True
         scheme, _, where = origin.partition("://")

@@ -15,8 +15,8 @@ INTERVAL_S = 0.1  # between two drawings
 class Progress:
     """The progress bar of num_lines requests.
 
-    num_before: the number of requests that an earlier run has answered. They count as done, but the estimate of the
-    time left ignores them.
+    num_before: the number of requests that an earlier run has answered. These requests count as done, but the estimate
+    of the time left ignores them.
     """
 
     def __init__(self, num_lines: int, num_before: int) -> None:
@@ -40,7 +40,7 @@ class Progress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Write a line, above the bar where there is one."""
+        """Write a line to standard error. If a bar is shown, the line stands above the bar."""
         self._bar.console.print(text, soft_wrap=not self._is_shown)
 
     def show(self, num_done: int, tokens_per_s: float) -> None:

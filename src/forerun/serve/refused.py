@@ -1,4 +1,4 @@
-"""The error for a request that is not honoured, in any API."""
+"""Defines the error for a request that cannot be honoured, in any API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class Refused(BadOption):
     """A request that cannot be honoured.
 
     param: the field at fault. status: the HTTP status. code: a word by which programs recognise the error.
-    retry_after_s: the number of seconds after which the request may be sent again; None where that would not help.
+    retry_after_s: the number of seconds after which the client may send the request again; None if another attempt
+    would not help.
     """
 
     def __init__(

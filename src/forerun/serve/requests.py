@@ -1,6 +1,6 @@
-"""The input file of a batch: one request per line.
+"""Reads the input file of a batch, which has one request per line.
 
-All lines are checked before any model is loaded. No request stays in memory: the file is read again when the batch
+All lines are checked before any model is loaded. Requests do not stay in memory: the file is read again when the batch
 runs.
 """
 
@@ -23,7 +23,7 @@ NUM_SHOWN = 5  # malformed lines that the refusal names
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input. digest: a hash of url and body, regardless of white space and the order of fields."""
+    """One line of the input. digest: a hash of url and body that ignores white space and the order of fields."""
 
     custom_id: str
     url: str
@@ -34,9 +34,10 @@ class BatchRequest:
 class RequestFile:
     """The requests of a file. Each iteration reads the file again, line by line.
 
-    line_of: custom_id -> the number of its line. digest_of: custom_id -> the digest of its url and body. models: the
-    names of models in the bodies. Raises NotFound for a missing file. Raises BadOption for a path that is no file, and
-    for a file without any request. For malformed lines, raises BadOption, naming the first few.
+    line_of: custom_id -> the number of the request's line. digest_of: custom_id -> the digest of the request's url and
+    body. models: the names of models in the bodies. has_chats: whether any request needs a chat template. Raises
+    NotFound for a missing file. Raises BadOption for a path that is no file, for a file without requests, and for
+    malformed lines. The message names the first few malformed lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +97,7 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 
 def _read(line: bytes) -> BatchRequest:
-    """Parse one line. Raises BadOption. The caller puts the line's number before the message."""
+    """Parse one line of the input. Raises BadOption. The caller puts the number of the line before the message."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What the server knows of an API: its routes, the form of its errors, and which paths it lacks.
+"""Defines the parts of an API: its routes, the form of its errors, and the paths that the server lacks.
 
 Each API is one file of apis/. There are three kinds of route. A `Generate` answers with text that a model writes. A
 `Count` computes its answers from texts, such as the number of tokens in a text. A `Look` answers with facts about the
@@ -29,23 +29,23 @@ Errors: TypeAlias = Callable[[ForerunError, str], tuple[int, dict[str, Any]]]
 
 
 class Events(Protocol):
-    """The events of a streamed answer, as bytes."""
+    """Makes the events of one streamed answer, as bytes."""
 
     def begin(self) -> bytes:
         """Return the events before the first token."""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk of a choice; nothing where the chunk's text is held back."""
+        """Return the events for a chunk of the choice `index`; no bytes if the chunk adds nothing to the choice."""
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Return the events after the last token."""
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an event that ends the stream with an error."""
+        """Return an event that reports an error and ends the stream."""
 
 
 class Reader(Protocol):
-    """A reader of texts for a model; see `texts.Texts`."""
+    """Reads the texts of request bodies for one model; see `texts.Texts`."""
 
     @property
     def name(self) -> str: ...
@@ -85,10 +85,10 @@ class Generate:
     read: makes a Job from the fields of a body, the model's name in the answer, and default values for fields of
     SamplingParams. answer: makes the whole answer from the job, the outputs, the tokenizer, the answer's id in hex
     digits, and the time of its creation in seconds. stream: makes the Events from the job, the prompts, the tokenizer,
-    the answer's id and the time. media_type: the media type of a streamed answer. sign_of_life: the bytes that a stream
-    sends while it has nothing else to send. is_kept: whether answers are kept, so that later requests may continue
-    them. in_batches: whether `forerun batch` may use the route. reads_chats: whether every body has a conversation,
-    which needs a chat template. also: other paths of the route.
+    the answer's id, and the time of its creation. media_type: the media type of a streamed answer. sign_of_life: the
+    bytes that a stream sends while there is nothing else to send. is_kept: whether answers are kept, so that later
+    requests may continue them. in_batches: whether `forerun batch` may use the route. reads_chats: whether every body
+    has a conversation, which needs a chat template. also: other paths of the route.
     """
 
     form: Form
@@ -114,7 +114,8 @@ class Generate:
         """Return the Job of a body. Raises Refused, naming the field at fault.
 
         model: the model's name in the answer. served_names: the names that bodies may give the model; () = any name.
-        defaults: fields of SamplingParams. They override the API's defaults, and the body overrides them.
+        defaults: values for fields of SamplingParams. They take precedence over the API's defaults, and the body's
+        values over both.
         """
         given = check(self.form, body, served_names, ignore_unsupported=ignore_unsupported)
         field = self.form.grammar_field(given.fields)
@@ -145,7 +146,7 @@ class Look:
     """A route whose answers are facts about the server. Its path may have parameters in braces.
 
     answer: makes the answer from the models, the digest of the request's API key, and the parameters of the path by
-    name. It may raise Refused. is_slow: whether `answer` reads files or long kept answers, and so runs in a thread.
+    name; may raise Refused. is_slow: whether `answer` runs in a thread, because it reads files or long kept answers.
     also: other paths of the route.
     """
 
@@ -158,11 +159,12 @@ class Look:
 
 @dataclass(frozen=True)
 class Api:
-    """One API. error: makes the answer to a request that has failed.
+    """One API of the server: its routes and the form of its errors.
 
-    below: path prefixes. An error at a path with such a prefix gets this API's form, unless a route handles it.
-    is_lax: whether clients may send a body without declaring that it is JSON. absent: path -> reason, for paths that
-    other servers of this API have and this server lacks. A path that ends in a slash stands for all paths below it.
+    error: makes the answer to a request that has failed. below: path prefixes. An error at a path with such a prefix
+    gets this API's form, unless a route handles the error. is_lax: whether clients may send a body without declaring
+    that the body is JSON. absent: path -> reason, for paths that other servers of this API have and this server lacks.
+    A path that ends in a slash stands for all paths below it.
     """
 
     routes: tuple[Generate | Count | Look, ...]

@@ -1,6 +1,6 @@
-"""The check of a value against the schema of its field. It knows the part of JSON Schema that fields.py uses.
+"""Checks values of fields against JSON schemas. Supports the part of JSON Schema that fields.py uses.
 
-Its messages have the words of the other checks of bodies.
+The messages are worded like the messages of all other checks of bodies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_schema(where: str, value: Any, schema: Schema) -> None:
 
 
 def _refusal(where: str, value: Any, schema: Schema) -> Refused | None:
-    """Return the error for a value that a schema does not permit; None where it permits the value."""
+    """Return the error for a value that a schema does not permit; None if the schema permits the value."""
     if "anyOf" in schema:
         refusals = [_refusal(where, value, way) for way in schema["anyOf"] if _is_of_type(value, way)]
         if None in refusals or (len(refusals) == 1 and isinstance(value, list | Mapping)):
@@ -51,7 +51,7 @@ def _refusal(where: str, value: Any, schema: Schema) -> Refused | None:
 
 
 def _refusals_inside(where: str, value: Any, schema: Schema) -> Iterator[Refused | None]:
-    """Yield the error, or None, for each entry of a list or field of an object. A null field counts as absent."""
+    """Yield the error, or None, for each entry of a list or each field of an object. A null field counts as absent."""
     if isinstance(value, list):
         yield from (_refusal(f"{where}[{i}]", one, schema.get("items", {})) for i, one in enumerate(value))
     if isinstance(value, Mapping):
@@ -79,7 +79,7 @@ def _is_in_bounds(value: Any, schema: Schema) -> bool:
 
 
 def _words(schema: Schema) -> str:
-    """Return the values that a schema permits, in words."""
+    """Return a description in words of the values that a schema permits."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_words, schema["anyOf"])))
     if "enum" in schema:

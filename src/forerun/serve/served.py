@@ -1,4 +1,4 @@
-"""A served model, as the APIs describe it in their lists of models."""
+"""Defines how the APIs see a served model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Served(Protocol):
-    """A model that answers under a name."""
+    """A model that the server serves under a name."""
 
     @property
     def name(self) -> str: ...
@@ -20,7 +20,7 @@ class Served(Protocol):
 
 
 def template_of(service: Served) -> str:
-    """Return a model's chat templates as text; "" where they cannot be read. A chat request then gets the error."""
+    """Return a model's chat templates as text; "" if they cannot be read. Chat requests then get the error."""
     try:
         return service.llm.chat_template.text
     except UserError:

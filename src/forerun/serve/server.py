@@ -1,7 +1,7 @@
-"""`forerun serve`: one process that serves an engine for each model over HTTP, from the start to the exit code.
+"""Runs `forerun serve`: one process that serves an engine for each model over HTTP, from the start to the exit code.
 
-On SIGTERM or Ctrl-C, every accepted request finishes, and new requests get status 503. A second signal ends the process
-at once.
+On SIGTERM or Ctrl-C, the server finishes every accepted request, and answers new requests with status 503. A second
+signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def run(
     opening: Callable[[EngineConfig], Opened] = Opened.of,
     loading: Callable[[Opened], AbstractContextManager[object]] = nullcontext,
 ) -> int:
-    """Serve until a signal comes. Returns the exit code. Raises UserError, also where the address is not available.
+    """Serve until a signal comes. Returns the exit code. Raises UserError, for example if the address is not available.
 
-    pages: more applications around the engine of the first model. Their paths below /api need the API key, where there
-    is a key. Their other paths are open. opening: opens a model. loading: returns a display that is shown while
-    a model is loaded.
+    pages: path -> function that makes a further application around the engine of the first model. If there is an API
+    key, paths of such an application below /api need the key. Its other paths are open. opening: opens a model.
+    loading: returns a display that is shown while a model is loaded.
     """
     check(options)
     models = named(configs, options)
@@ -97,7 +97,7 @@ def run(
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
     """Return the names and the configuration of each model. Answers have the first of a model's names.
 
-    Raises BadOption where two models have the same first name, and for served_names with several models.
+    Raises BadOption if two models have the same first name, or if options.served_names is set for several models.
     """
     if options.served_names and len(configs) > 1:
         raise BadOption(
@@ -134,9 +134,9 @@ def origins_of(options: ServerOptions) -> Origins:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that reserves the address while models are loaded. Raises BadOption.
+    """Yield a socket that reserves the address while models are loaded.
 
-    The socket does not accept connections yet.
+    The socket does not accept connections yet. Raises BadOption if the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -156,7 +156,7 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def loaded(opened: Opened) -> LLM:
-    """Load a model and warm it up, so that measuring and compiling are over before the first request."""
+    """Load a model and warm it up, so that the first request need not wait for measurements or compilation."""
     from forerun.types import SamplingParams
 
     tokenizer = opened.text_tokenizer()  # the APIs answer with texts
@@ -172,7 +172,7 @@ def loaded(opened: Opened) -> LLM:
 
 
 def make_services(llms: Seq[tuple[Seq[str], LLM]], options: ServerOptions) -> Services:
-    """Return the services of the models. To be called in the event loop in which they will run."""
+    """Return the Services for the models. Call this in the event loop in which the Services will run."""
     families = Families(options.metrics_prefix)
     services = [
         Service(
@@ -249,11 +249,11 @@ def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[s
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's protocol with time limits for headers that do not end, and for clients that take nothing.
+    """uvicorn's HTTP protocol with time limits, for headers that do not end and for clients that read no bytes.
 
-    headers_s: how long a request's headers may take, from the beginning of the connection or from their first byte.
-    stall_s: how long a client may take no bytes. After this time, the connection is cut, because closing it in the
-    usual way would wait for the unsent bytes.
+    headers_s: the most seconds that a request's headers may take, from the beginning of the connection or from the
+    headers' first byte. stall_s: the most seconds during which a client may read no bytes. Then the connection is
+    aborted, because closing it normally would wait until the client reads the unsent bytes.
     """
 
     headers_s: float
@@ -262,17 +262,17 @@ class PatientProtocol(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the time limit of the first request's headers."""
+        """Start the time limit for the first request's headers."""
         super().connection_made(transport)
         self._late = self.loop.call_later(self.headers_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Watch the headers when bytes of a request come."""
+        """Start or stop the time limit for headers, after bytes of a request have arrived."""
         super().data_received(data)
         self._watch_headers()
 
     def on_response_complete(self) -> None:
-        """Watch the headers of the next request, which may have begun while this one was answered."""
+        """Start the time limit for the next request's headers, if they began to arrive during the last answer."""
         super().on_response_complete()
         self._watch_headers()
 
@@ -285,14 +285,14 @@ class PatientProtocol(H11Protocol):
             self._late = None
 
     def pause_writing(self) -> None:
-        """Watch the client, because too many bytes wait to be sent."""
+        """Start to watch whether the client reads, because too many bytes wait to be sent."""
         super().pause_writing()
         self._watch_reader()
 
     def _watch_reader(self, before: float = math.inf) -> None:
-        """Cut the connection if the client has taken no bytes since the last call of this method.
+        """Abort the connection if the client has read no bytes since the last call; otherwise repeat after stall_s.
 
-        before: the number of bytes that waited to be sent at that time.
+        before: the number of bytes that waited to be sent at the last call.
         """
         waiting = self.transport.get_write_buffer_size()
         if waiting < before:
@@ -301,7 +301,7 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
 
     def resume_writing(self) -> None:
-        """Stop watching the client, which has taken nearly all bytes."""
+        """Stop watching whether the client reads, because it has read nearly all bytes."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -324,7 +324,7 @@ class _Server(uvicorn.Server):
 
 
 def _draining(num_choices: int) -> str:
-    """Return the log's line for a server that shuts down. num_choices: how many choices still run or wait."""
+    """Return the log message for a server that begins to shut down. num_choices: how many choices still run or wait."""
     if num_choices == 0:
         return "shutting down"
     what = "1 choice is" if num_choices == 1 else f"{num_choices:,} choices are"
@@ -332,7 +332,10 @@ def _draining(num_choices: int) -> str:
 
 
 async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
-    """Drain on the first signal: new requests get 503, accepted ones are answered. End at once on the second."""
+    """Wait for signals. After the first signal, new requests get status 503, and accepted requests are still answered.
+
+    After the second signal, the server ends at once.
+    """
     loop = asyncio.get_running_loop()
     signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -386,7 +389,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
 
 class _Queue(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Add a record, or drop it where the queue is full, so that nothing waits and the queue does not grow."""
+        """Add a record to the queue. If the queue is full, drop the record, so that logging never waits."""
         with suppress(Full):
             self.queue.put_nowait(record)
 
@@ -397,7 +400,7 @@ class _Queue(QueueHandler):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return one JSON object in one line."""
+        """Return a log record as one JSON object in one line."""
         entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
@@ -414,7 +417,7 @@ class _Json(logging.Formatter):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line for a person, with the traceback of an exception below it."""
+        """Return a log record as one line for people, with the traceback of an exception below the line."""
         if isinstance(record.args, dict):
             said = " ".join(f"{name}={value}" for name, value in record.args.items())
         else:

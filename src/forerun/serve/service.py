@@ -1,7 +1,7 @@
 """The models of a server, as its routes see them.
 
-A Service is one model. It has its own engine and gate, and it can fail on its own. A Services object has all models of
-a server. They share the bodies that arrive, and the threads that convert between texts and token ids.
+A Service is one model. Each Service has its own engine and gate, and may fail alone. A Services object has all models
+of a server. The models share the limit on arriving bodies, and the threads that convert between texts and token ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_THREADS = 4  # that convert texts; they share one interpreter with the engin
 
 
 class Service:
-    """One engine behind HTTP. A Service belongs to the event loop in which it is made.
+    """One model of a server, with its engine. A Service belongs to the event loop in which it is made.
 
     names: the names that requests may give the model; answers have the first name. defaults: values for the fields of
     SamplingParams that a body leaves out. max_queue: the most choices that may wait. ignore_unsupported: whether
@@ -79,11 +79,11 @@ class Service:
         )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
-        """Return the job as it will be served, and its engine requests, which are not queued yet.
+        """Return the job, possibly with changes, and its engine requests, which are not queued yet. Raises UserError.
 
-        Not to be called in the event loop. Many agents send a max_tokens that is too large. So if the prompt and
+        Do not call this in the event loop. Many agents send a max_tokens that is too large. So if the prompt and
         max_tokens together exceed the context, max_tokens and min_tokens are removed, and the job lists them as
-        ignored. The answer may then fill the context. Raises UserError.
+        ignored. The answer may then fill the context.
         """
         try:
             requests = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
@@ -101,7 +101,7 @@ class Service:
             raise Refused(str(error), code="capacity") from None
 
     def start(self, job: Job, requests: Seq[Any]) -> Generation:
-        """Queue the requests of a job. Raises the engine's failure, if there is one."""
+        """Queue the engine requests of a job, and return their Generation. Raises the engine's failure, if any."""
         if self.failure is not None:
             raise self.failure
         generation = Generation(self._news, requests, is_streamed=job.stream)
@@ -110,7 +110,7 @@ class Service:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Forget a generation. Requests that still run are ended, and their memory is freed."""
+        """Forget a generation. End its requests that still run, and free their memory."""
         self._going.discard(generation)
         self.llm.end(generation.requests)
         self.metrics.ended(generation.requests, is_failed=generation.error is not None)
@@ -121,7 +121,7 @@ class Service:
         self._end_news()
 
     def look_for_failure(self) -> None:
-        """If a step of the engine has failed as a whole, fail all live requests and accept no more."""
+        """If a step of the engine has failed as a whole, fail all live requests and accept no new requests."""
         if self.failure is None and (cause := self.llm.failure) is not None:
             self.failure = InternalError(
                 f"the engine has failed and takes no more requests: restart it ({cause!r:.200})"
@@ -167,28 +167,28 @@ class Services:
 
     @property
     def metrics(self) -> Metrics:
-        """The first model's metrics. They also count events that belong to no model; their text covers all models."""
+        """The first model's metrics. They also count events that belong to no model. Their text covers all models."""
         return self.first.metrics
 
     @property
     def failure(self) -> ForerunError | None:
-        """The failure of an engine; None where no engine has failed.
+        """The failure of an engine; None if no engine has failed.
 
-        This also finds a failure that a request from a page has caused.
+        Every engine is checked anew, so that a failure during a request from a page is found, too.
         """
         for service in self.all:
             service.look_for_failure()
         return next((service.failure for service in self.all if service.failure is not None), None)
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Run `work`, which handles texts, in a thread, and return its result."""
+        """Call `work`, a function that handles texts, in a thread with the arguments `given`, and return the result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
     async def read(self, url: str, body: bytes) -> Any:
-        """Return the result of `Library.work` for a body.
+        """Return the result of `Library.work` for a body. url: the path of the body's route.
 
-        A thread does the work. But long bodies, and bodies that a thread must not read (OnlyAside), go to a separate
-        process.
+        A thread reads the body. But a separate process reads long bodies, and bodies that a thread must not read
+        (OnlyAside).
         """
         if len(body) <= LONG_BYTES:
             with suppress(OnlyAside):
@@ -196,10 +196,10 @@ class Services:
         return await asyncio.wrap_future(self.aside.work(url, body))
 
     async def compile(self, service: Service, params: SamplingParams) -> None:
-        """Compile the grammar of a request, so that `Service.make` finds it compiled.
+        """Compile the grammar of a request, so that `Service.make` finds the compiled grammar. Raises BadOption.
 
-        The work has threads of its own, so that no other request waits for it. A grammar that might take long is first
-        tried in a process that can be ended. Raises BadOption.
+        Separate threads compile grammars, so that no other request waits. A grammar that might take long is first tried
+        in a process that can be ended.
         """
         if (key := params.constraint) is None or service.llm.tokenizer is None:
             return
@@ -218,7 +218,7 @@ class Services:
         await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params, num_bytes)
 
     async def watch_delay(self) -> None:
-        """Measure the delay of the event loop at regular times, until this task is cancelled."""
+        """Measure the delay of the event loop every _TICK_S seconds, until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + _TICK_S

@@ -1,7 +1,7 @@
-"""Reading a body, from bytes to token ids: JSON, fields, chat template, tokenizer. No engine is needed.
+"""Reads a request body, from bytes to token ids: parses JSON, checks fields, applies the chat template, tokenizes.
 
-Bodies are not read in the event loop. A thread of the server reads short bodies, and the process of aside.py reads long
-bodies. A text that cannot fit into the context is refused before it is tokenized.
+No engine is needed. Bodies are not read in the event loop. A thread of the server reads short bodies, and the process
+of aside.py reads long bodies. A text that cannot fit into the context is refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AsJson = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The facts about a model that are needed to read its bodies, without its engine.
+    """The facts about a model that are needed to read bodies for the model, without its engine.
 
     folder: the folder with the tokenizer's files. capacity: the most choices that run or wait at once. names, defaults,
     ignore_unsupported: see Service. others: the names of the server's other models. chat_template: a file; None = the
@@ -72,7 +72,11 @@ def _pages(column: int) -> int:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """End this process if the block takes more than MOST_TRIED_S (SIGPROF) or MOST_TRIED_BYTES (SIGABRT)."""
+    """Run the `with` block, and end this process if the block takes too much.
+
+    More than MOST_TRIED_S seconds of processor time end the process with SIGPROF. More than MOST_TRIED_BYTES of memory
+    end the process with SIGABRT.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     if (size := _pages(0)) > 0:
         most = size * resource.getpagesize() + MOST_TRIED_BYTES
@@ -86,7 +90,7 @@ def _limited() -> Iterator[None]:
 
 
 class Library:
-    """A reader of a server's bodies. Each body is read by the Texts of the model that it names; see `_of`."""
+    """Reads the bodies for all models of a server. Each body is read by the Texts of its model; see `_of`."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first = texts[0]
@@ -106,10 +110,10 @@ class Library:
         vocabulary(self._first.tokenizer)
 
     def attempt(self, name: str, key: tuple[str, str]) -> int:
-        """Compile a grammar for the named model, and return how many bytes of memory the grammar takes.
+        """Compile a grammar for the model `name`, and return how many bytes of memory the grammar takes.
 
-        key: as in `SamplingParams.constraint`. Raises BadOption. Ends this process where compiling takes too much time
-        or memory.
+        key: the grammar, as in `SamplingParams.constraint`. Raises BadOption. Ends this process if compiling takes too
+        much time or memory.
         """
         known = vocabulary(self._by_name[name].tokenizer)
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -122,21 +126,28 @@ class Library:
         return held
 
     def _of(self, route: Generate | Count, given: Any) -> Texts:
-        """Return the Texts of the model that a body names.
+        """Return the Texts of the model that a body names. given: the parsed body.
 
-        Where the body has no name, or one that is not served, return the first model's Texts, which refuse the unknown
-        name.
+        If the body names no model, return the first model's Texts. If the body names a model that is not served, also
+        return the first model's Texts, which refuses the name.
         """
         name = route.form.named(given).get("model") if isinstance(given, dict) else None
         return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
 
 class OnlyAside(Exception):
-    """A body that only a separate process may read, because reading it changes a tokenizer that other threads use."""
+    """The error for a body that only a separate process may read.
+
+    Reading the body changes the tokenizer, and the tokenizer of this process is shared with other threads.
+    """
 
 
 class Texts:
-    """A reader of bodies for one model. tokenizer, template: the model's own, if they are already loaded."""
+    """Reads bodies for one model.
+
+    tokenizer: the model's tokenizer, if it is already loaded. template: returns the model's chat template, if it is
+    already loaded. None = load from options.folder.
+    """
 
     def __init__(
         self,
@@ -152,7 +163,7 @@ class Texts:
 
     @property
     def max_seq_len(self) -> int:
-        """The number of tokens in the context."""
+        """The length of the context in tokens."""
         return self.options.max_seq_len
 
     @echoing_json()
@@ -170,7 +181,7 @@ class Texts:
 
     @echoing_json()
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
-        """Return the Job of a body, and its prompts as token ids. Raises UserError.
+        """Return the Job of a body, and the Job's prompts as token ids. Raises UserError.
 
         A prediction in the Job is converted to token ids as well.
         """
@@ -197,7 +208,11 @@ class Texts:
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, route: Generate, body: Any) -> Job:
-        """Return the Job of a body. Where an unsupported field is refused, the message says how to have it ignored."""
+        """Return the Job of a body. Raises Refused.
+
+        If a field is refused as unsupported, the message also names the option that makes the server ignore such
+        fields.
+        """
         options, ignore = self.options, self.options.ignore_unsupported
         try:
             return route.job(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
@@ -212,10 +227,10 @@ class Texts:
         return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
-        """Return a job with the wishes that cannot be met added to `ignored`.
+        """Return the job, with wishes of the client that cannot be met added to `ignored`.
 
-        Such a wish is a context longer than max_seq_len, or a limit of the reasoning that the tokenizer does not
-        permit. In the second case, the limit is removed from the job.
+        Such a wish is a context longer than max_seq_len, or a limit of the reasoning that is not possible with the
+        tokenizer. An impossible limit is also removed from the job.
         """
         form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:
@@ -236,7 +251,7 @@ class Texts:
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
 
     def rendered(self, job: Job) -> str:
-        """Return the text that the template makes of a job's messages. Raises UserError."""
+        """Return the text that the chat template makes of a job's messages. Raises UserError."""
         self._check_size(job)
         try:
             return self.template.render(job.messages or [], **form_of(job))
@@ -244,7 +259,7 @@ class Texts:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnsupportedModel) -> Refused:
-        """Return a chat template's error for the client, without the paths and advice that only the operator needs."""
+        """Convert a chat template's error to a Refused for the client, without paths and advice for the operator."""
         LOG.warning("%s", error)  # the whole message is for whoever has the files
         message = str(error)
         for folder in filter(None, (self.options.folder, self.options.chat_template)):
@@ -267,7 +282,7 @@ class Texts:
 
     @property
     def template(self) -> ChatTemplate:
-        """The model's chat template. Raises Refused where the model has none."""
+        """The model's chat template. Raises Refused if the model has no chat template."""
         if self._template_if_there is None:
             raise Refused(
                 f"the model {shown(self.name)} has no chat template, as is usual for a base model, and cannot read a "
@@ -290,9 +305,9 @@ class Texts:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
 
     def check_text(self, text: str) -> None:
-        """Raise PromptTooLong for a text that cannot fit into the context, whatever its tokens are.
+        """Raise PromptTooLong for a text with so many characters that its tokens cannot fit into the context.
 
-        The text is not tokenized for this, because that may take seconds.
+        The text is not tokenized for this check, because tokenizing may take seconds.
         """
         if len(text) > self._most_chars:
             raise self._too_many_chars(len(text))
@@ -305,10 +320,10 @@ class Texts:
         )
 
     def _check_size(self, job: Job) -> None:
-        """Raise PromptTooLong for a job that cannot fit into the context, whatever its tokens are.
+        """Raise PromptTooLong for a job that has too many characters or messages to fit into the context.
 
-        The texts are not tokenized for this, because megabytes of text take seconds. Each message, and each part of a
-        message, takes at least one token.
+        The texts are not tokenized for this check, because tokenizing megabytes of text takes seconds. Each message,
+        and each part of a message, takes at least one token.
         """
         most = self.options.max_seq_len
         contents = [m.get("content") for m in job.messages or ()]
@@ -353,11 +368,11 @@ class Texts:
 
 
 def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
-    """Return a job prepared for its chat template.
+    """Return a job prepared for its chat template. template: returns the chat template.
 
-    This sets the template's variables, the tools, and the form by which the parts of the answer are told apart.
-    Variables about thinking that the template does not read are removed. Raises Refused for tools if the template has
-    no known form for calls. With ignore_unsupported, such tools are ignored, unless the job requires a call.
+    Sets the template's variables, the tools, and the AnswerForm, which separates the parts of the answer. Removes
+    variables about thinking that the template does not read. Raises Refused for tools if the template has no known form
+    for calls. With ignore_unsupported, such tools are ignored instead, unless the job requires a call.
     """
     if not job.messages:
         return job
@@ -384,7 +399,7 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
 
 
 def form_of(job: Job) -> dict[str, Any]:
-    """Return the arguments for rendering the chat template, other than the messages."""
+    """Return the arguments with which to render a job's chat template, except the messages."""
     form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
     if job.add_generation_prompt is False:
         form["add_generation_prompt"] = False
@@ -406,7 +421,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse(body: bytes) -> Any:
-    """Parse the JSON of a body. Raises Refused."""
+    """Parse the JSON text of a body. Raises Refused."""
     try:
         return json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Tools and thinking in bodies, converted from the form of each API to one common form.
+"""Converts tools and thinking in bodies from the form of each API to one common form.
 
 The model learns only of functions, which the client runs. A tool that the server itself would have to run (a web
-search, a shell) is left out, and a header of the answer says so.
+search, a shell) is left out. A header of the answer lists the tools that were left out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # tem
 
 
 def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> ToolRequest | None:
-    """Return the tools that a body offers; None where no tool may be called.
+    """Return the tools that a body offers; None if no tool may be called. Raises Refused.
 
     functions: objects with name, description, parameters and strict. choice: AUTO, NONE, REQUIRED, or the name of the
-    function to call. Raises Refused.
+    function to call. parallel: whether an answer may have several calls.
     """
     try:
         Tools.of(functions)
@@ -46,7 +46,7 @@ def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool)
 
 
 def listed(tools: Any) -> list[Mapping[str, Any]]:
-    """Return the field `tools`. Raises Refused where it is no list of objects, or too long."""
+    """Return `tools`, the value of a body's field. Raises Refused if it is no list of objects, or is too long."""
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Refused(f"tools={shown(tools)} is not possible: it must be a list of objects", "tools")
     if len(tools) > MOST_TOOLS:
@@ -55,7 +55,10 @@ def listed(tools: Any) -> list[Mapping[str, Any]]:
 
 
 def thinking_limit(value: Any, name: str) -> int | None:
-    """Return the limit of the reasoning in tokens; None = no limit. Raises Refused for a value out of range."""
+    """Return the limit of the reasoning in tokens; None = no limit. Raises Refused for a value out of range.
+
+    name: the field's name, for the message.
+    """
     try:
         return limit_of(value, name)
     except BadOption as error:
@@ -63,10 +66,10 @@ def thinking_limit(value: Any, name: str) -> int | None:
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Return values for the chat template's variables about thinking; None where no variable is to be set.
+    """Return values for the chat template's variables about thinking; None if no variable is to be set.
 
-    reads: the variables that the template reads. effort: a value of EFFORT in fields.py. thinks: whether the model
-    thinks at all.
+    reads: the variables that the template reads. effort: a value of EFFORT in fields.py; None = not given. thinks:
+    whether the model is to think at all; None = not given. effort has precedence over thinks.
     """
     values: dict[str, Any] = {}
     if effort is not None and effort != "none" and "reasoning_effort" in reads:

@@ -1,7 +1,7 @@
-"""Traces of requests with OpenTelemetry, where its package is installed and set up; no traces otherwise.
+"""Traces requests with OpenTelemetry, if its package is installed and set up; otherwise does nothing.
 
 Each request is one span, a child of the client's span (header traceparent). The package's environment variables
-(OTEL_...) and its start-up code say where the spans go.
+(OTEL_...) and its start-up code say where the spans are sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ except ImportError:
 
 @contextmanager
 def span(path: str, record: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[None]:
-    """Trace the block as one span, with the items of the request's log entry as its attributes."""
+    """Trace the `with` block as one span. The items of the request's log entry become attributes of the span."""
     if trace is None or propagate is None:
         yield
         return

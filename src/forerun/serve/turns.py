@@ -1,8 +1,8 @@
 """The event loop of a server, in which connections take turns.
 
 asyncio handles every ready socket before it looks for news from other threads. So 900 connections that begin at once
-would hold up each stream for more than a second. This loop handles a few sockets, looks for new tokens, and then goes
-on with the next sockets.
+would hold up each stream for more than a second. This loop handles a few sockets, looks for new tokens, and then
+continues with the next sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_AT_ONCE = 2  # sockets between two looks at news of threads: a request take
 
 
 class Turns(selectors.DefaultSelector):
-    """A selector that returns a few ready sockets at a time. The other sockets stay ready and come first next time."""
+    """A selector that returns a few ready sockets at a time. The next call begins after the last returned socket."""
 
     def __init__(self) -> None:
         super().__init__()

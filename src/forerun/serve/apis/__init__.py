@@ -11,7 +11,7 @@ from forerun.serve.routes import Api, Count, Errors, Generate, plain_error
 
 
 def apis() -> Mapping[str, Api]:
-    """Return every API by the name of its file."""
+    """Return a mapping from the name of each module in this folder to the module's API."""
     return _imported(tuple(__path__))
 
 
@@ -22,7 +22,7 @@ def _imported(folders: tuple[str, ...]) -> Mapping[str, Api]:
 
 
 def with_bodies() -> Mapping[str, Generate | Count]:
-    """Return the routes that read bodies, by their paths."""
+    """Return a mapping from URL path to route, for all routes that read a request body."""
     return _with_bodies(tuple(__path__))
 
 
@@ -35,25 +35,28 @@ def _with_bodies(folders: tuple[str, ...]) -> Mapping[str, Generate | Count]:
 
 
 def generating() -> Mapping[str, Generate]:
-    """Return the routes whose answers a model writes, by their paths."""
+    """Return a mapping from URL path to route, for all routes whose answers a model writes."""
     return {url: route for url, route in with_bodies().items() if isinstance(route, Generate)}
 
 
 def batched() -> Mapping[str, Generate]:
-    """Return the routes that `forerun batch` may use, by their paths."""
+    """Return a mapping from URL path to route, for all routes that `forerun batch` may use."""
     return {url: route for url, route in generating().items() if route.in_batches and url not in route.also}
 
 
 def api_of(path: str) -> Api | None:
-    """Return the API with the longest prefix in `Api.below` that matches this path; None where no prefix matches."""
+    """Return the API that is responsible for errors at a URL path; None if no API is.
+
+    The responsible API has the longest prefix of `path` in its `Api.below`.
+    """
     beginnings = [(below, api) for api in apis().values() for below in api.below if _is_below(path, below)]
     return max(beginnings, key=lambda one: len(one[0]))[1] if beginnings else None
 
 
 def errors_of(path: str) -> Errors:
-    """Return the function that writes the error responses of the API at this URL path.
+    """Return the function that writes the error responses of the API at a URL path.
 
-    It is for errors that no route handles, for example an unknown path.
+    The function is for errors that no route handles, for example for an unknown path.
     """
     api = api_of(path)
     return plain_error if api is None else api.error

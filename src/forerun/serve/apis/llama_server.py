@@ -1,7 +1,7 @@
-"""Routes of llama-server, as far as its web page, editors and older clients need them.
+"""Routes of llama-server that its web page, editors and older clients need.
 
-Follows tools/server/README.md of llama.cpp. The other features of llama-server belong to its version of OpenAI's API;
-see openai.py.
+Follows tools/server/README.md of llama.cpp. The module openai.py has the features of llama-server that belong to
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ def _job(
 
 
 def _apply_template(texts: Reader, read: Given) -> Counted:
-    """Return the prompt that the chat template makes of a conversation. Nothing is generated."""
+    """Render a conversation with the chat template. Return the prompt, and the names of ignored fields.
+
+    No answer is generated.
+    """
     effort = read.fields.get("reasoning_effort")
     talk = Job(APPLY_TEMPLATE, texts.name, SamplingParams(), effort=effort, **chats.conversation(read))
     talk = texts.templated(talk)
@@ -150,14 +153,14 @@ def _apply_template(texts: Reader, read: Given) -> Counted:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer."""
+    """Return the body of a whole answer, as sent without streaming."""
     return _chosen(job, {**_ending(job, outputs), "content": outputs[0].text})
 
 
 def _chosen(job: Job, whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an answer that the body asks for, or the whole answer if it asks for none.
+    """Return the fields of `whole` that the request lists in response_fields; all of `whole` if it lists none.
 
-    Nested fields are returned in a flat object, each under its path, such as timings/prompt_n.
+    The result is flat: a nested field is named by its path, such as timings/prompt_n.
     """
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
@@ -170,32 +173,32 @@ def _chosen(job: Job, whole: dict[str, Any]) -> dict[str, Any]:
 
 
 class Stream:
-    """The events of one answer."""
+    """Makes the server-sent events of one streamed answer; see `routes.Events`."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job = job
 
     def begin(self) -> bytes:
-        """Return nothing, because the first event already has text."""
+        """Return no bytes, because this API's first event already has text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the event of a chunk; nothing where the chunk's text is held back."""
+        """Return the event for a chunk of the answer; no bytes if the chunk has no text."""
         if not chunk.text:
             return b""
         return event({"index": index, "content": chunk.text, "tokens": chunk.token_ids, "stop": False})
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the last event: why the answer ended, its token counts and its times."""
+        """Return the last event, with the reason why the answer ended, token counts and durations."""
         return event(_chosen(self._job, _ending(self._job, outputs)))
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return the event of an error that occurs after the first event."""
+        """Return the event that reports an error after the response's status has been sent."""
         return event(error_answer(error)[1])
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of an error."""
+    """Return the HTTP status and the JSON body with which this API reports an error."""
     status = status_of(error)[0]
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"code": status, "message": str(error), "type": kind}}
@@ -238,7 +241,7 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
 
 
 def props(models: Models, key: str) -> dict[str, Any]:
-    """Return the first model's properties, which the web page asks for before anything else."""
+    """Return the properties of the first model. The web page of llama-server requests them before anything else."""
     service = models.first
     return {
         "default_generation_settings": {

@@ -1,8 +1,8 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens: their bodies and answers.
 
 `system`, a text or a list of blocks, becomes the first message. Consecutive messages of the same role become one
-message. Where the last message is the assistant's, the answer continues its text. Tool results in a user's message
-become separate messages before the rest of that message.
+message. If the last message is from the assistant, the answer continues that message. Each tool result in a user
+message becomes a separate message. The user message with the other blocks follows the tool results.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 
 
 def _count(texts: Reader, read: Given) -> Counted:
-    """Count the tokens of a conversation."""
+    """Return the number of tokens of a conversation, and the names of ignored fields."""
     job = texts.templated(_job(read, texts.name, {}, {}))
     return {"input_tokens": len(texts.encode(job)[0])}, job.ignored
 
@@ -137,9 +137,9 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """Return the tools that the client runs.
+    """Return the tools that the client runs, and the choice among them; None if no tool may be called.
 
-    Anthropic's predefined tools have no schema, so they are listed in `ignored`.
+    Anthropic's predefined tools have no schema. They are left out, and added to the list `ignored`. Raises Refused.
     """
     functions = []
     for i, tool in enumerate(listed(given.get("tools", []))):
@@ -162,7 +162,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _thinks(thinking: Any) -> bool | None:
-    """Return whether the model is to think; None = the model's default. Raises Refused."""
+    """Return whether the field `thinking` turns thinking on or off; None = the model's default. Raises Refused."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if not isinstance(thinking, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -172,7 +172,10 @@ def _thinks(thinking: Any) -> bool | None:
 
 
 def _effort(config: Any, read: Given) -> str | None:
-    """Return how long the model is to think, as a word; None where the body does not say. Raises Refused."""
+    """Return the reasoning effort in the field `output_config`, such as "low"; None if the body gives no effort.
+
+    Raises Refused for an unsupported field of output_config, unless such fields are ignored.
+    """
     if not isinstance(config, Mapping):
         raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")
     for name in config.keys() - {"effort", "format"}:
@@ -208,9 +211,10 @@ def _messages(system: Any, given: Any) -> list[Message]:
 
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return a message's tool results, each as a message, followed by a message with the rest.
+    """Convert one message of a body. Return a message for each tool result, and then a message with the other blocks.
 
-    names: id of a call -> name of the tool. The calls in this message are added to `names`.
+    names: id of a tool call -> name of the tool. The tool calls in this message are added to `names`. where: the path
+    of `content` in the body.
     """
     if content == [] and role == "assistant":
         return [{"role": role, "content": ""}]
@@ -239,10 +243,10 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
 
 
 def _texts_in(block: Any) -> list[Any]:
-    """Return the text blocks of a document or a search result: its title, its context and its text.
+    """Convert a document or a search result to text blocks: one each for title and context, then those with the text.
 
-    Any other block is returned unchanged, in a list of its own. So is a document without text, such as a PDF. It is
-    later refused because of its type.
+    Any other block is returned unchanged, in a list with one entry. A document without text, such as a PDF, is also
+    returned unchanged, and is later refused because of its type.
     """
     kind = block.get("type") if isinstance(block, Mapping) else None
     inside = block.get("content") if kind == "search_result" else block.get("source") if kind == "document" else None
@@ -295,21 +299,24 @@ def answer(
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of an error."""
+    """Return the HTTP status and the JSON body with which this API reports an error."""
     status = status_of(error)[0]
     kind = _KIND_OF.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id or None}
 
 
 def _block(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a piece of an answer (text, thinking or a tool call) as a block with its content."""
+    """Return a text, a piece of thinking or a tool call as a content block of this API."""
     if isinstance(one, Span):
         return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
     return {**_begun(one), "input": one.values()}
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a block without its content. The signature of thinking is empty, because this server signs nothing."""
+    """Return the content block for `one` with empty content, as a stream announces it.
+
+    The signature of a thinking block is empty, because this server signs nothing.
+    """
     if isinstance(one, ToolCall):
         return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
     if one.kind == "reasoning":
@@ -318,7 +325,7 @@ def _begun(one: Span | ToolCall) -> dict[str, Any]:
 
 
 class Stream:
-    """The events of one answer."""
+    """Makes the server-sent events of one streamed answer; see `routes.Events`."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job = job
@@ -327,7 +334,10 @@ class Stream:
         self._parts = AnswerParts()  # its last item is the block that is open
 
     def begin(self) -> bytes:
-        """Return the events that begin a message. Only the last event says how many tokens came from the cache."""
+        """Return the events that begin a message.
+
+        The usage in these events counts all prompt tokens as not cached. The event message_delta has the true counts.
+        """
         message = {
             **_message(self._job, self._id),
             "content": [],
@@ -338,14 +348,14 @@ class Stream:
         return _event("message_start", message=message) + _event("ping")
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk; nothing where the chunk's text is held back."""
+        """Return the events for a chunk of the answer; no bytes if the chunk adds nothing."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
         return b"".join(map(self._part, parts))
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the last events: why the answer ended, and the usage."""
+        """Return the events that end the stream. They contain the stop reason and the usage (token counts)."""
         usage = _usage(Usage.of(outputs, self._job.params))
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         events = b"" if self._parts.items else self._part(Text(""))
@@ -357,7 +367,7 @@ class Stream:
         )
 
     def _part(self, part: Part) -> bytes:
-        """Return the events of a part of the answer, which begins a new block or continues the last block."""
+        """Return the events for one part of the answer. The part begins a new block, or continues the last block."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
@@ -379,7 +389,7 @@ class Stream:
         return _event("content_block_stop", index=len(self._parts.items) - 1 if index is None else index)
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return the event of an error that occurs after the first event."""
+        """Return the event that reports an error after the response's status has been sent."""
         return event(error_answer(error)[1], "error")
 
 

@@ -182,9 +182,9 @@ def _read(
 ) -> Job:
     """Return the Job of a body.
 
-    talk: a function that returns the messages and the prompts of a body, and the text for a model without a template.
-    A body without messages and prompt only asks to load the model, or with keep_alive 0 to unload it. Its Job generates
-    nothing, because the model is loaded already and stays loaded.
+    talk: a function that takes the fields of a body and returns the messages, the prompts, and the prompt to use if the
+    model has no chat template. A body without messages and prompt asks only to load the model, or with keep_alive 0 to
+    unload the model. For such a body the Job generates nothing, because the model is already loaded and stays loaded.
     """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
@@ -211,13 +211,13 @@ def _read(
 
 
 def _done_reason(keep_alive: Any) -> str:
-    """Return "load" or "unload", the done_reason in the answer to a body without messages and prompt."""
+    """Return the done_reason for a body without messages and prompt: "unload" if keep_alive is 0, otherwise "load"."""
     is_none = _NO_TIME.fullmatch(keep_alive) if isinstance(keep_alive, str) else keep_alive == 0
     return "unload" if is_none and keep_alive is not False else "load"
 
 
 def _whole(name: str, value: Any) -> Any:
-    """Return the value of an option, as an int where a whole number was sent as a float.
+    """Return the value of an option. A whole number sent as a float becomes an int, if the option takes whole numbers.
 
     Clients in languages without integers send floats.
     """
@@ -225,7 +225,7 @@ def _whole(name: str, value: Any) -> Any:
 
 
 def _options(read: Given) -> dict[str, Any]:
-    """Return the sampling parameters of a body, under the names of Ollama's options. Raises Refused."""
+    """Return the sampling parameters in the field `options` of a body, under Ollama's names. Raises Refused."""
     options = read.fields.get("options", {})
     found = dict[str, Any]()
     if not isinstance(options, Mapping):
@@ -266,16 +266,16 @@ def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
 
 
 def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the name and the value of num_ctx, the option by which a client asks for a context length in tokens.
+    """Return the path and the value of num_ctx, the option by which a client asks for a context length in tokens.
 
-    Returns None where the body does not have this option.
+    Returns None if the body does not have this option.
     """
     value = options.get(CONTEXT)
     return None if value is None else (f"options.{CONTEXT}", int(value))
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """Return the form of the answer, "json" or a JSON schema, as fields of SamplingParams. Raises Refused."""
+    """Convert the field `format`, "json" or a JSON schema, to fields of SamplingParams. Raises Refused."""
     if given in (None, ""):
         return {}
     if given == "json":
@@ -286,7 +286,10 @@ def _format(given: Any) -> dict[str, Any]:
 
 
 def _think(given: Any) -> tuple[str | None, bool | None]:
-    """Return how long the model is to think, as a word, and whether it is to think at all; None = not given."""
+    """Convert the field `think` to a reasoning effort, such as "low", and a flag that turns reasoning on or off.
+
+    A value that the field does not give is None.
+    """
     return (None, given) if given is None or isinstance(given, bool) else (given, None)
 
 
@@ -299,9 +302,10 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
 
 
 def _of_prompt(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
-    """Return the messages and prompts in a body of /api/generate, and its text for a model without a template, or None.
+    """Return the messages, the prompts, and the prompt for a model without a chat template, of an /api/generate body.
 
-    The prompt becomes a conversation. With raw, or with a suffix, it stays a prompt.
+    The field `prompt` becomes a message of the user. With `raw` or a suffix, it becomes a prompt instead, and the last
+    value is None.
     """
     prompt, system, suffix = (body.get(name, "") for name in ("prompt", "system", "suffix"))
     if not prompt:
@@ -313,7 +317,10 @@ def _of_prompt(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
 
 
 def _of_chat(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
-    """Return the messages of a body of /api/chat in the form of chat templates, and no prompt."""
+    """Convert the messages of a body of /api/chat to the form of chat templates. Raises Refused.
+
+    Returns the messages, no prompts, and None, because this route has no prompt for a model without a chat template.
+    """
     given = body.get("messages", [])
     if not isinstance(given, list):
         example = '[{"role": "user", "content": "hello"}]'
@@ -353,7 +360,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer."""
+    """Return the body of a whole answer, as sent without streaming."""
     if not outputs:
         return {**_head(job), **_said(job, {}), "done": True, **job.given}
     output = outputs[0]
@@ -367,22 +374,22 @@ def answer(
 
 
 def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of an error."""
+    """Return the HTTP status and the JSON body with which this API reports an error."""
     return status_of(error)[0], {"error": str(error)}
 
 
 class Stream:
-    """The lines of one answer."""
+    """Makes the JSON lines of one streamed answer; see `routes.Events`."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._num_calls = job, 0
 
     def begin(self) -> bytes:
-        """Return nothing, because the first line already has text."""
+        """Return no bytes, because this API's first line already has text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the lines of a chunk; nothing where the chunk's text is held back."""
+        """Return the lines for a chunk of the answer; no bytes if the chunk adds nothing."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
@@ -399,14 +406,14 @@ class Stream:
                 return {"content": "", "tool_calls": [_call(self._num_calls - 1, part)]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the last line: why the answer ended, its token counts and its times."""
+        """Return the last line, with the reason why the answer ended, token counts and durations."""
         if not outputs:
             return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, **self._job.given})
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         return _as_line({**_head(self._job), **_said(self._job, {}), **_ending(outputs[0]), **more})
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return the line of an error that occurs after the first line."""
+        """Return the line that reports an error after the response's status has been sent."""
         return _as_line(error_answer(error)[1])
 
     def _line(self, said: Mapping[str, Any]) -> bytes:
@@ -426,7 +433,10 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an answer, or of a piece of an answer, in the form of the route."""
+    """Return a piece of an answer in the form that the job's route, /api/chat or /api/generate, gives to a piece.
+
+    said: the fields of the piece, such as content, thinking and tool_calls.
+    """
     return _CONTENTS[job.url]({"content": "", **said})
 
 
@@ -447,7 +457,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def _ending(output: RequestOutput) -> dict[str, Any]:
-    """Return why an answer ended, its token counts, and its times in nanoseconds."""
+    """Return the fields that end an answer: done_reason, token counts, and durations in nanoseconds."""
     report = output.report
     begun_s = report.scheduled_at_s or report.arrived_at_s
     first_s = report.first_token_at_s or report.ended_at_s or begun_s
@@ -472,7 +482,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def tags(models: Models, key: str) -> dict[str, Any]:
-    """Return the list of models, each under the name that answers give it."""
+    """Return the list of models for /api/tags. Each model has the name that appears in answers."""
     return {"models": [{**_known(one), "modified_at": _at(models.started_s)} for one in models.all]}
 
 
@@ -488,12 +498,12 @@ def running(models: Models, key: str) -> dict[str, Any]:
 
 
 def version(models: Models, key: str) -> dict[str, Any]:
-    """Return the version of Ollama whose API this follows, and this package's version."""
+    """Return the version of Ollama whose API this server follows, and the version of forerun."""
     return {"version": FOLLOWED, "forerun": __version__}
 
 
 def _named(texts: Reader, read: Given) -> Counted:
-    """Return the name of the model that a body of /api/show asks for."""
+    """Return the name of the model that a body of /api/show asks for, and the names of ignored fields."""
     return {"model": texts.name}, tuple(read.ignored)
 
 
@@ -530,7 +540,8 @@ def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
 def _known(service: Served) -> dict[str, Any]:
     """Return a model's entry in the lists of models.
 
-    size: the bytes of the weights that a pass reads. digest: a hash of the name, because no file has a digest.
+    The entry's size is the number of bytes of weights that a pass reads. The entry's digest is a hash of the model's
+    name, because there is no digest of the model's files.
     """
     return {
         "name": service.name,

@@ -167,7 +167,7 @@ def _params(given: Body, defaults: Mapping[str, Any], num_logprobs: Any) -> Samp
 
 
 def _num_top_logprobs(given: Body) -> int | None:
-    """Return how many of the likeliest tokens a chat wants at each position; None = it wants no log-probabilities."""
+    """Return how many of the likeliest tokens a chat wants for each position; None = no log-probabilities."""
     num_top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
     if not wanted and (num_top != 0 or type(num_top) is not int):
         raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
@@ -183,7 +183,10 @@ def _check_best_of(read: Given, n: int) -> None:
 
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
-    """Return whether the answer is to be streamed, and the options of the stream. Raises Refused."""
+    """Return whether the answer is to be streamed, and the options of the stream. Raises Refused.
+
+    The options are {} unless the body asks for the usage (include_usage), because the other options need it.
+    """
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     if any(options.values()) and not stream:
         message = f"stream_options={shown(options)} is not possible: it goes with a stream; leave it out"
@@ -202,7 +205,7 @@ def _prompts(read: Given) -> dict[str, Any]:
 
 
 def _suffix(given: Body) -> str | None:
-    """Return the text after the gap that is to be filled in; None where there is no gap. Raises Refused."""
+    """Return the text after the gap that the model is to fill in; None if the body has no suffix. Raises Refused."""
     suffix, prompt = given.get("suffix"), given.get("prompt")
     if suffix and not isinstance(prompt, str):
         raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
@@ -235,7 +238,10 @@ def completion_answer(
 def _whole(
     job: Job, outputs: Seq[RequestOutput], answer_id: str, created_s: int, choices: Seq[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return a whole answer. The report on speculation, which OpenAI's API lacks, is under "forerun"."""
+    """Return the body of a whole answer with the given choices.
+
+    The field "forerun" has the report on speculation, which OpenAI's API lacks.
+    """
     return {
         **_head(job, answer_id, created_s),
         "choices": choices,
@@ -245,10 +251,10 @@ def _whole(
 
 
 class CompletionStream:
-    """The server-sent events of one answer to prompts.
+    """Makes the server-sent events of one streamed answer to prompts; see `routes.Events`.
 
-    Each event belongs to one choice. If the client wants the usage or the report, a last event has them and belongs to
-    no choice.
+    Each event has one choice. If the body asks for the usage or for the report on speculation, an event without choices
+    follows the last choice and has the usage and the report.
     """
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
@@ -268,12 +274,12 @@ class CompletionStream:
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Return a chunk with the prompt for each choice if the answer is to repeat the prompt; otherwise nothing."""
+        """Return one event per choice with the text of its prompt, if the body has `echo`; otherwise no bytes."""
         echoes = enumerate(self._echoes)
         return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in echoes)
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk of a choice; nothing where the chunk's text is held back."""
+        """Return the events for a chunk of the choice `index`; no bytes if the chunk adds nothing to the choice."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
         if self._job.token_ids:
@@ -294,7 +300,7 @@ class CompletionStream:
         return events
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        """Return the fields that a part of the answer adds to the message of a choice."""
+        """Return the fields that a part of the answer adds to the message of the choice `index`."""
         match part:
             case Text(text):
                 return {"content": text}
@@ -305,7 +311,7 @@ class CompletionStream:
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.message()}]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the usage and the report, where they are wanted, and the end of the stream."""
+        """Return the event that ends the stream. If the body asks for usage or report, an event before it has both."""
         events = b""
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         if self._job.include_usage or more:
@@ -314,7 +320,7 @@ class CompletionStream:
         return events + DONE
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return the event of an error after the first byte, when no status can be sent any more."""
+        """Return the event that reports an error after the response's status has been sent."""
         return event(plain_error(error)[1])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
@@ -340,7 +346,7 @@ class CompletionStream:
 
 
 class ChatStream(CompletionStream):
-    """The server-sent events of one answer to a chat, whose chunks hold changes to a message in place of texts."""
+    """Makes the server-sent events of one streamed answer to a chat. Each event has a delta of a message."""
 
     def begin(self) -> bytes:
         """Return the first chunk of each choice: the role, and the prompt's token ids if the body asks for them."""
@@ -387,9 +393,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int] = ()) -> dict[str, Any]:
-    """Return the fields with the token ids of a prompt and of a choice; {} where the body does not ask for them.
+    """Return the fields prompt_token_ids and token_ids of a choice; {} if the body does not ask for token ids.
 
-    prompt: the token ids of the prompt; () where another part of the answer has them, or an earlier chunk had them.
+    ids: the choice's token ids. prompt: the prompt's token ids; () = without prompt_token_ids, because another part of
+    the answer or an earlier chunk has them.
     """
     of_prompt = {"prompt_token_ids": list(prompt)} if prompt else {}
     return {**of_prompt, "token_ids": list(ids)} if job.token_ids else {}
@@ -431,7 +438,11 @@ def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: J
 
 
 def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt. Token ids are decoded, except special tokens that the tokenizer adds at the ends."""
+    """Return the text of the prompt with the index `number`.
+
+    ids: the token ids of the prompt. They are decoded if the client sent ids instead of a text. Special tokens that the
+    tokenizer adds at both ends are left out.
+    """
     prompt = job.prompts[number]
     return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])
 
@@ -440,7 +451,7 @@ def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
 
 
 def _described(models: Models, name: str) -> dict[str, Any]:
-    """Return a model in the form of this API, with the fields that Anthropic's client looks for."""
+    """Return a model's entry in the list of models, including the fields that Anthropic's client reads."""
     service = models.of(name)
     return {
         "id": name,

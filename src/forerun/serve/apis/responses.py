@@ -157,7 +157,7 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the body that the answer repeats.
 
-    Raises Refused for a field that is so large that writing it would delay other answers.
+    Raises Refused for a field with more than MOST_REPEATED values, because writing the field would delay other answers.
     """
     repeated = {name: body[name] for name in _REPEATED if name in body}
     for name, value in repeated.items():
@@ -181,7 +181,10 @@ def _num_top_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """Return the functions that the client runs. Tools that a server would run are left out and listed in `ignored`."""
+    """Return the functions that the client runs, and the choice among them; None if no function may be called.
+
+    Tools that a server would run are left out, and added to the list `ignored`. Raises Refused.
+    """
     functions: list[Mapping[str, Any]] = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type") == "function":
@@ -208,10 +211,11 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
-    """Turn a custom tool, whose input is a text, into a function with one text argument.
+    """Convert a custom tool, whose input is a text, to a function with one text argument. Raises Refused.
 
     Models only know how to call functions. If the tool limits its input by a regular expression, the argument must
-    match the expression. A Lark grammar is only described to the model, and is listed in `ignored`. Raises Refused.
+    match the expression. A Lark grammar is only described to the model, and its path `where` is added to the list
+    `ignored`.
     """
     form = tool.get("format") or {"type": "text"}
     about = tool.get("description")
@@ -234,17 +238,17 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
 
 
 def _unread(given: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields in `text` and `reasoning` that have no effect.
+    """Return the paths of the fields in `text` and `reasoning` that have no effect.
 
-    These are the verbosity, which no chat template reads, and the options for summaries, because reasoning is not
-    summarised.
+    No chat template reads text.verbosity. The options for summaries in `reasoning` have no effect, because reasoning is
+    not summarised.
     """
     fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
     return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
 
 
 def _items(given: Any) -> list[Any]:
-    """Return the input as a list of items. Raises Refused."""
+    """Return the field `input` of a body as a list of items. Raises Refused."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
         example = '[{"role": "user", "content": "hello"}]'
@@ -253,7 +257,10 @@ def _items(given: Any) -> list[Any]:
 
 
 def _messages(instructions: str | None, given: Any) -> list[Message]:
-    """Return the conversation. Raises Refused for unknown items, and for content that is no text."""
+    """Return a conversation as messages. Raises Refused for an unknown item, and for content that is not text.
+
+    given: the field `input` of the body.
+    """
     system = [instructions] if instructions else []
     conversation = _Conversation()
     for i, item in enumerate(_items(given)):
@@ -285,7 +292,7 @@ def _messages(instructions: str | None, given: Any) -> list[Message]:
 
 
 class _Conversation:
-    """A builder of messages from items. Consecutive reasoning, text and calls of the assistant become one message."""
+    """Builds messages from items. Consecutive reasoning, text and calls of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -293,7 +300,7 @@ class _Conversation:
         self._names: dict[str, str] = {}  # of the functions that were called, by the id of the call
 
     def say(self, role: str, text: str) -> None:
-        """Add a message of any role."""
+        """Add a message. An assistant's text completes the assistant's last message if that message has no text yet."""
         if role == "assistant" and self._turn is not None and "content" not in self._turn:
             self._turn["content"] = text
             return
@@ -304,14 +311,14 @@ class _Conversation:
             self.messages.append({"role": "system" if role == "developer" else role, "content": text})
 
     def think(self, text: str) -> None:
-        """Add reasoning of the assistant. An empty text, which stands for encrypted reasoning, adds nothing."""
+        """Add reasoning of the assistant. An empty text, as from encrypted reasoning, adds nothing."""
         if self._turn is not None and ("content" in self._turn or "tool_calls" in self._turn):
             self._turn = None
         if text:
             self._assistant()["reasoning_content"] = text
 
     def call(self, item: Mapping[str, Any], where: str) -> None:
-        """Add a function call of the assistant. Raises Refused."""
+        """Add a function call of the assistant. where: the path of the item in the body. Raises Refused."""
         call_id, name, arguments = (item.get(key) for key in ("call_id", "name", "arguments"))
         if not all(isinstance(value, str) for value in (call_id, name, arguments)):
             raise Refused(f"{where} must have the texts call_id, name and arguments", where)
@@ -320,7 +327,7 @@ class _Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, item: Mapping[str, Any], where: str) -> None:
-        """Add the result of a call. Raises Refused."""
+        """Add the result of a function call. where: the path of the item in the body. Raises Refused."""
         self._turn = None
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str) or output is None:
@@ -337,7 +344,10 @@ class _Conversation:
 
 
 def _reasoning_text(item: Mapping[str, Any], where: str) -> str:
-    """Return the content of a reasoning item, or else its summary; '' where the item has only encrypted reasoning."""
+    """Return the content of a reasoning item, or its summary if the content is empty; '' if both are empty.
+
+    Both are empty in an item with encrypted reasoning.
+    """
     for key, kinds in (("content", {"reasoning_text", "text"}), ("summary", {"summary_text"})):
         if item.get(key):
             return texts_of(item[key], f"{where}.{key}", kinds)
@@ -358,7 +368,7 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[str, str]:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer: a response object, incomplete where max_output_tokens or the context ended it."""
+    """Return the whole answer as a response object, incomplete if max_output_tokens or the context cut it off."""
     output = outputs[0]
     logprobs = said_logprobs(output, tokenizer)
     answer_parts = output.answer_parts or AnswerParts([Span("text", output.text)] if output.text else [])
@@ -379,7 +389,11 @@ def _ended(
 def _output_items(
     answer_parts: AnswerParts, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the items of an answer. An answer without items gets one empty message."""
+    """Return the output items of an answer. An answer without text, reasoning and calls gets one empty message.
+
+    begun: makes the items without content. logprobs: the log-probabilities for the first text. is_whole: whether the
+    answer was not cut off.
+    """
     items = []
     for n, one in enumerate(answer_parts.items or [Span("text")]):
         item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(answer_parts.items) - 1)}
@@ -394,7 +408,7 @@ def _output_items(
 
 
 class _Items:
-    """A builder of the items of one answer, without their content."""
+    """Makes the output items of one answer, in the form that they have before their content is known."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
@@ -402,7 +416,7 @@ class _Items:
         self._customs = [tool.get("name") for tool in tools if tool.get("type") == CUSTOM]
 
     def item(self, one: Span | ToolCall, n: int) -> dict[str, Any]:
-        """Return an item without content. n: the item's number in the answer."""
+        """Return the output item for a text, reasoning or call, without content. n: the item's index in the answer."""
         end = f"{self._id}_{n}" if n else self._id
         if isinstance(one, ToolCall):
             names = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
@@ -414,30 +428,36 @@ class _Items:
         return {"id": f"msg_{end}", "type": "message", **message}
 
     def is_custom(self, one: Span | ToolCall) -> bool:
-        """Return whether an item is a call of a custom tool, which takes a text."""
+        """Return whether `one` is a call of a custom tool. A custom tool takes a text in place of arguments."""
         return isinstance(one, ToolCall) and one.name in self._customs
 
     def called(self, call: ToolCall) -> dict[str, str]:
-        """Return the field with the input of a call: the arguments of a function, or the text for a custom tool."""
+        """Return the field with a call's input: `arguments` of a function, or `input`, the text for a custom tool."""
         return {INPUT: _input_of(call)} if self.is_custom(call) else {"arguments": call.arguments}
 
 
 def _input_of(call: ToolCall) -> str:
-    """Return the text with which a custom tool is called.
+    """Return the text for a custom tool: the call's argument `input`.
 
-    It is the argument `input`. Where there is no such argument, it is everything that the model wrote as arguments.
+    If the model has not written a text as this argument, return all arguments as the model wrote them.
     """
     value = call.values().get(INPUT)
     return value if isinstance(value, str) else call.arguments
 
 
 def _status(one: Span | ToolCall, is_whole: bool) -> str:
-    """Return the status of an item. Only text and reasoning can be incomplete, never a call."""
+    """Return the status of an output item: "completed" or "incomplete". A call is always completed.
+
+    is_whole: whether the item was not cut off.
+    """
     return "completed" if is_whole or isinstance(one, ToolCall) else "incomplete"
 
 
 class Stream:
-    """The numbered events of one answer, in the order of the API. response: the whole answer; None before its end."""
+    """Makes the numbered server-sent events of one streamed answer, in the order of OpenAI's API.
+
+    response: the whole answer as a response object; None until `end` is called.
+    """
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._created_s = job, answer_id, created_s
@@ -451,14 +471,14 @@ class Stream:
         self.response: dict[str, Any] | None = None
 
     def begin(self) -> bytes:
-        """Return the events that announce the response, which has no items yet."""
+        """Return the events that announce the response, still without output items."""
         response = _response(self._job, self._id, self._created_s, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk; nothing where the chunk's text is held back."""
+        """Return the events for a chunk of the answer; no bytes if the chunk adds nothing."""
         logprobs = self._said.piece(chunk.logprobs or [], chunk.said)
         parts = chunk.parts
         if parts is None:
@@ -470,20 +490,20 @@ class Stream:
         return events
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the events that end the last item, and the last event, which has the whole response."""
+        """Return the events that end the last item, and then the last event, which contains the whole response."""
         events = b"" if self._parts.items else self._part(Text(""), [])
         events += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
         return events + self._event(f"response.{self.response['status']}", response=self.response)
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return the event of an error that occurs after the first event."""
+        """Return the event that reports an error after the response's status has been sent."""
         response = _response(self._job, self._id, self._created_s, "failed")
         response["error"] = {"code": status_of(error)[1] or "server_error", "message": str(error)}
         return self._event("response.failed", response=response)
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
-        """Return the events of a part of the answer, which begins a new item or continues the last item."""
+        """Return the events for one part of the answer. The part begins a new item, or continues the last item."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
@@ -505,7 +525,7 @@ class Stream:
         return events
 
     def _close(self, *, is_whole: bool = True) -> bytes:
-        """Return the events that end the open item."""
+        """Complete the open item, and return the events that end it. is_whole: whether the item was not cut off."""
         n = len(self._items)
         one = self._parts.items[n]
         item = self._begun.item(one, n) | {"status": _status(one, is_whole)}
@@ -532,7 +552,7 @@ class Stream:
         return events + self._event("response.output_item.done", output_index=n, item=item)
 
     def _item_place(self) -> dict[str, Any]:
-        """Return the id and index of the open item."""
+        """Return the fields item_id and output_index of the open item."""
         n = len(self._items)
         return {"item_id": self._begun.item(self._parts.items[n], n)["id"], "output_index": n}
 
