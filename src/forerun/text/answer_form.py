@@ -1,8 +1,8 @@
-"""The form of an answer: the model's marks, such as <think>, from its chat template, and the request's constraints.
+"""Defines the form of an answer: the model's marks, such as <think>, and the constraints of the request.
 
-A tool call goes through four stages: the ToolRequest (what the request says about tools), the AnswerForm (how the
-answer is read and constrained), the Grammar (the compiled constraint), and the GrammarState (the place that one text
-has reached in the grammar).
+The marks come from the model's chat template. A tool call goes through four stages: the ToolRequest (what the request
+says about tools), the AnswerForm (how the answer is read and constrained), the Grammar (the compiled constraint), and
+the GrammarState (the place that one text has reached in the grammar).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AnswerMarks:
     """The marks in one model's answers.
 
     dialect: how the model writes tool calls; None = not known. thoughts: the opening and closing marks of reasoning.
-    declared: the model's own declaration of how its answers are read; where given, answers are read by this
-    declaration, and not by dialect and thoughts.
+    template: the text of the chat template. declared: the model's own declaration of how its answers are read; None =
+    not given. A declaration takes precedence over dialect and thoughts.
     """
 
     dialect: Dialect | None
@@ -53,7 +53,7 @@ class AnswerMarks:
 
     @classmethod
     def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> AnswerMarks:
-        """Find the marks in a chat template.
+        """Return the marks that the chat template `source` uses.
 
         reads_tools: whether the template knows tools. declared: the model's declaration of how its answers are read.
         """
@@ -68,7 +68,7 @@ class AnswerMarks:
         return self.dialect is not None and self.dialect.reads_always
 
     def with_tools(self, use: ToolRequest | None, max_thinking_tokens: int | None = None) -> AnswerForm | None:
-        """Return the form of answers to a request with these tools; None where such answers are only text."""
+        """Return the AnswerForm of a request with the tools `use`; None if answers to such a request are only text."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
         return AnswerForm(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
 
@@ -86,12 +86,13 @@ class AnswerForm:
     max_thinking_tokens: int | None = None
 
     def constrained(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
-        """Return the parameters, with a grammar where a call is forced, calls must be valid, or reasoning is limited.
+        """Return `params` with a grammar that enforces this form; `params` itself if no such grammar is necessary.
 
-        A constraint that is already in the parameters applies only after the reasoning. Where the model writes
-        channels, this constraint applies only inside the channel of the answer. A grammar in Lark's or llama.cpp's form
-        stays as it is. Where the answer must be a call, a JSON constraint has no effect, and any other constraint
-        raises BadOption.
+        The grammar forces a call, keeps calls valid, or limits reasoning, as the request asks. A constraint in `params`
+        becomes part of the grammar. It applies only after the reasoning, or only inside the channel of the answer if
+        the model writes channels. A grammar in Lark's or llama.cpp's form stays unchanged. If the answer must be a
+        call, a JSON constraint has no effect, and any other constraint raises BadOption. A limit of the reasoning
+        together with a grammar in `params` also raises BadOption.
         """
         special = {tokenizer.token_of(i) or "": i for i in tokenizer.special_ids}
         rules = Rules(special, self.answer_marks.template, {"start": ""})
@@ -117,7 +118,7 @@ class AnswerForm:
         return dataclasses.replace(params, **{**plain, "grammar": grammar})
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return whether reasoning can be limited: a single token closes it, or the model does not reason."""
+        """Return whether reasoning can be limited: a single token closes reasoning, or the model does not reason."""
         thought = self._thinks(None)
         try:
             return thought is None or bool(_ids(thought, tokenizer, 0))
@@ -125,7 +126,7 @@ class AnswerForm:
             return False
 
     def _thinks(self, begun: str | None) -> Thought | None:
-        """Return the marks around the answer's reasoning; None where the answer contains no reasoning.
+        """Return the marks around the answer's reasoning; None if the answer contains no reasoning.
 
         begun: the result of the method `begun` for the prompt.
         """
@@ -138,7 +139,10 @@ class AnswerForm:
         return next((Thought((opening,), closing) for opening, closing in self.answer_marks.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
-        """Return the grammar rule for the answer after its reasoning; None where the request adds no constraint."""
+        """Return the grammar rule for the answer after its reasoning; None if the request adds no constraint.
+
+        Raises BadOption for constraints that exclude one another.
+        """
         use, one, limit = self.tool_request, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
         if use is not None and use.is_forced:
@@ -174,9 +178,10 @@ class AnswerForm:
         return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=may_say, answer=answer))
 
     def begun(self, prompt: str) -> str | None:
-        """Return the mark that would close the reasoning that the end of a prompt opens.
+        """Return the mark that closes the reasoning, if the end of a prompt opens the reasoning.
 
-        None where the prompt opens no reasoning. '' where the prompt also closes it, so that no reasoning follows.
+        Returns None if the prompt opens no reasoning. Returns '' if the prompt also closes the reasoning, so that the
+        answer contains none.
         """
         end = prompt.rstrip()
         for opening, closing in self.answer_marks.thoughts:
@@ -191,7 +196,7 @@ class AnswerForm:
 
     @property
     def dialect(self) -> Dialect | None:
-        """The dialect in which calls are looked for in the answer; None where no calls are looked for."""
+        """The dialect of the calls that the answer may contain; None if calls are not looked for."""
         candidate = self.answer_marks.dialect
         return (
             candidate if candidate is not None and (self.tool_request is not None or candidate.reads_always) else None
@@ -214,7 +219,7 @@ class AnswerForm:
         yield from scan.until((), Text)
 
     def scanner(self) -> Scanner:
-        """Return the scanner that `steps` reads from. The scanner keeps the marks of calls out of the text."""
+        """Return a new scanner for `steps`. The scanner keeps the marks of calls out of the text for the user."""
         return Scanner(self.dialect.marks if self.dialect is not None and self.answer_marks.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
@@ -248,9 +253,9 @@ class AnswerForm:
             yield Reasoning(mark)
 
     def _is_call(self, scan: Scanner, mark: str) -> Steps:
-        """Return whether a call begins with this mark. The mark was already consumed.
+        """Return whether a call begins with `mark`, which was already consumed.
 
-        Also returns True where the answer ends before this can be decided. The text after the mark is only read ahead,
+        Also returns True if the answer ends before the question is decided. The text after the mark is only read ahead,
         not consumed.
         """
         assert self.dialect is not None
@@ -284,9 +289,10 @@ def _behind(rules: Rules, rest: str, thought: Thought) -> str:
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """Return the grammar of an answer from `closing` on, the token id that closes the reasoning.
+    """Return the grammar of an answer that begins where the reasoning is closed. closing: the token id that closes it.
 
-    Where the prompt has not opened the reasoning, an answer without reasoning is allowed, too.
+    If the prompt has not opened the reasoning, an answer without reasoning is allowed, too. rest: the rule for the
+    answer after the reasoning.
     """
     behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
     rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind

@@ -1,4 +1,4 @@
-"""Grammars that allow only tool calls with valid arguments, in llguidance's form (a kind of Lark).
+"""Builds grammars that allow only tool calls with valid arguments, in llguidance's form (a kind of Lark).
 
 A dialect defines how one call is written and how several calls are joined. This file has the pieces from which a
 dialect builds its grammar. In a grammar, marks that are special tokens of the model are written as ids, and all other
@@ -32,9 +32,9 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 class Thought(NamedTuple):
     """The marks around the reasoning of an answer, and the marks between the reasoning and the rest of the answer.
 
-    opening: the marks and texts that open the reasoning, in order; () where the prompt has opened it. closing: the mark
-    that closes the reasoning. rest: the marks and texts after the closing mark, in order; () where only optional white
-    space follows the closing mark.
+    opening: the marks and texts that open the reasoning, in order; () if the prompt has opened the reasoning. closing:
+    the mark that closes the reasoning. rest: the marks and texts after the closing mark, in order; () if only optional
+    white space follows the closing mark.
     """
 
     opening: tuple[str, ...]
@@ -63,11 +63,11 @@ class Rules:
         return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
 
     def begins(self, mark: str) -> str:
-        """Return the longest special token with which a mark begins; '' where there is none."""
+        """Return the longest special token with which a mark begins; '' if it begins with no special token."""
         return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
-        """Return the grammar of a text and of the mark that ends it.
+        """Return the grammar of a text that is followed by the mark that ends the text.
 
         before: a text that comes directly before the mark, such as a line break. schema: the schema of the text.
         """
@@ -78,7 +78,10 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
-        """Add a rule for texts that lack all of `marks` and begin with no character of `bare`, and return its name."""
+        """Add a rule for texts that contain none of `marks`, and return the rule's name.
+
+        bare: characters with which the texts do not begin, not even after white space.
+        """
         name = f"SAID{len(self.rules)}"
         no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
         first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
@@ -86,7 +89,7 @@ class Rules:
         return name
 
     def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
-        """Add a rule for a JSON value, and return its name.
+        """Add a rule for the JSON values that a schema allows, and return the rule's name.
 
         written: options for the white space in the value; by default one blank after commas and colons.
         """
@@ -94,12 +97,15 @@ class Rules:
         return self.add(f"%json {text}")
 
     def json_call(self, name: str, schema: Schema, arguments: str = "arguments", end: str = "") -> str:
-        """Return the grammar of a call as one JSON object. end: a rule for entries after the arguments."""
+        """Return the grammar of a call of the tool `name` as one JSON object.
+
+        arguments: the key of the arguments in the object. end: a rule for entries after the arguments.
+        """
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
         return f'{head} {self.json(schema)} {end} "}}"'
 
     def text(self) -> str:
-        """Return the text of the whole grammar, without ::=, which would make it look like llama.cpp's form."""
+        """Return the text of the whole grammar. The sign ::= is escaped, because it would mark llama.cpp's form."""
         return "\n".join(f"{name}: {body}" for name, body in self.rules.items()).replace("::=", r"\u003a:=")
 
 
@@ -137,7 +143,7 @@ def literal(text: str) -> str:
 
 
 def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Return (name, schema, whether it is required) of each parameter, required parameters first."""
+    """Return a tuple (name, schema, is_required) for each parameter of a tool, required parameters first."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = [name for name in several(schema.get("required")) if isinstance(name, str)]
@@ -170,7 +176,7 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """Return the grammar of a value and of the tag that closes it. before: a text directly before the tag.
+    """Return the grammar of a parameter's value, followed by the tag `closing`. before: a text directly before the tag.
 
     A value that can only be a string, or a string or null, is written without quotes. Any other value is written as
     JSON.

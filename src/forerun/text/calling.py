@@ -19,10 +19,10 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """Read one object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
+    """Read a call written as one object, such as {"name": "f", "arguments": {...}}, with the keys in any order.
 
-    Returns None where the call breaks off. Returns False where the object is no call; no piece was yielded then. tools:
-    where given, only calls of these tools count as calls.
+    Returns True for a complete call, and None for an incomplete call. Returns False, without yielding a piece, for any
+    other text. tools: if given, only calls of these tools count as calls.
     """
     has_name, arguments = False, ""
     opening = yield from scan.skip("{", "{{")  # "{{" stands in the template of Qwen 2.5, so its small models write it
@@ -91,9 +91,9 @@ def _object_of(value: str | None) -> str:
 
 
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """Read a call or a list of calls. Returns, like `json_call`, whether there was a call.
+    """Read one call, or a list of calls, written as JSON. Returns True, None or False, as `json_call` does.
 
-    Afterwards `scan.log` contains the text that was read since the last whole call.
+    Afterwards `scan.log` contains the text that was read since the last complete call.
     """
     scan.begin()
     yield from scan.space()
@@ -103,7 +103,10 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
-    """Read a list of calls after its opening bracket. Returns, like `json_call`, whether it is such a list."""
+    """Read a list of calls after its opening bracket. call: reads one call.
+
+    Returns True for a complete list of calls, None for an incomplete list, and False for a list without calls.
+    """
     has_calls = False
     while True:
         yield from scan.space()
@@ -119,9 +122,9 @@ def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
 
 
 def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
-    """Read a call's arguments, a JSON object. Returns whether the object is whole.
+    """Read a call's arguments, a JSON object. Returns whether the object is complete.
 
-    Where a closing mark comes at once, the arguments are {}.
+    closing: marks that may follow the arguments. If such a mark comes at once, the arguments are {}.
     """
     yield from scan.space()
     if (yield from scan.starts(*closing)):
@@ -131,10 +134,11 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """Finish reading a call between marks: consume the closing mark. If the text was no call at all, put the text back.
+    """Finish reading a call between marks. is_call: the result of the function that has read the call.
 
-    is_call: None = the call breaks off. The rest of such a call is consumed, up to the mark that closes it or opens the
-    next call.
+    After a complete call, the closing mark is consumed. After an incomplete call (None), the text is consumed up to the
+    next closing or opening mark, but an opening mark is not consumed. If the text was no call (False), `Scanner.undo`
+    puts the text back.
     """
     if is_call:
         yield from scan.space()
@@ -147,20 +151,20 @@ def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], openin
 
 
 def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
-    """Put back the text of an incomplete call that has no marks around it, so that it is read as text.
+    """Put back text that was read as a call without marks around it, so that the text is read as text instead.
 
-    before: the text consumed before the call. is_call: None = it surely is a call, and breaks off. Where the answer
-    ends inside such a call, nothing is put back.
+    before: the text consumed before the call. is_call: False = the text was no call; None = the text surely is a call,
+    but incomplete. If the answer ends inside an incomplete call, nothing is put back.
     """
     if is_call is False or not scan.is_over:
         scan.put_back(before + scan.log)
 
 
 def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
-    """Read a value that is written without quotes, up to a mark, and yield it as JSON.
+    """Read a value that is written without quotes, up to one of the marks `closing`, and yield the value as JSON.
 
-    Returns the mark; None where the text ends before a mark. A value that can only be a string is yielded piece by
-    piece, any other value once it is whole.
+    types: the JSON types that the value may have. A value that can only be a string is yielded piece by piece, and any
+    other value once it is complete. Returns the mark; None if the text ends before a mark.
     """
     if types == {"string"}:
         yield CallArguments('"')
@@ -175,7 +179,7 @@ def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) 
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns, like `json_call`, whether it is a list."""
+    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns True, None or False, as `json_call` does."""
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -183,7 +187,7 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read one call such as f(city="Paris"). Returns, like `json_call`, whether it was a call."""
+    """Read one call such as f(city="Paris"). Returns True, None or False, as `json_call` does."""
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False
@@ -229,7 +233,10 @@ def word(scan: Scanner, pattern: re.Pattern[str] = _WORD) -> Steps:
 
 
 def _python_value(scan: Scanner) -> Steps:
-    """Consume and return a value up to the comma or bracket after it; None where the text ends before that."""
+    """Consume and return the text of a Python value, up to the comma or bracket that follows the value.
+
+    Returns None if the text ends before the comma or bracket.
+    """
     while True:
         end = _end_of_python(scan.rest)
         if end is not None:
@@ -265,11 +272,11 @@ def _end_of_python(text: str) -> int | None:
 
 
 def _json_of_python(raw: str) -> str | None:
-    """Return a Python literal as JSON, a set as a list. JSON stays as it is; anything else becomes a JSON string.
+    """Convert the text of a Python literal to JSON. A set becomes a list. JSON is returned unchanged.
 
-    Models break lines within quotes, and write numbers with leading zeros. Both are accepted. Returns None where the
-    value begins with a quote and is no literal. Then a quote inside the value was not escaped, so that the value's end
-    was found too early.
+    Line breaks within quotes, and numbers with leading zeros, are accepted, because models write both. Any text that is
+    no literal becomes a JSON string. But if such a text begins with a quote, return None: a quote inside the value was
+    not escaped, so that the value's end was found too early.
     """
     word = raw.strip()
     try:

@@ -1,9 +1,9 @@
-"""Chat templates: a conversation becomes one text, in the format that a chat model was trained on.
+"""Turns a conversation into one text by a chat template, in the format that the chat model was trained on.
 
 Templates, variables and the resulting text are the same as in transformers' `apply_chat_template`. Some input is
 refused that transformers would silently drop or misprint: tools for a template that does not know tools, a variable
-that the template does not read, and a role that no template knows. Where a template takes content only as text, content
-in parts is joined to one text. The arguments of calls get the form that the template takes.
+that the template does not read, and a role that no template knows. If a template takes content only as text, content in
+parts is joined to one text. The arguments of calls get the form that the template takes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class ChatTemplate:
     def load(cls, folder: str | Path, file: str | Path | None = None) -> ChatTemplate:
         """Find and compile the templates of a checkpoint folder, or the template in `file`; see `template_files`.
 
-        Raises NotFound where there is no template, UnsupportedModel for a template that cannot be read or compiled.
+        Raises NotFound if there is no template, and UnsupportedModel for a template that cannot be read or compiled.
         """
         small = SmallFiles(Path(folder))
         return cls.of(small, find_sources(small, None if file is None else Path(file)), is_own=file is None)
 
     @classmethod
     def of(cls, small: SmallFiles, sources: Mapping[str, Source], *, is_own: bool) -> ChatTemplate:
-        """Compile these templates. Raises UnsupportedModel.
+        """Compile the templates in `sources` (name -> Source). Raises UnsupportedModel.
 
         is_own: whether the templates come from the checkpoint itself. If so, the checkpoint's response template is
         used, too.
@@ -103,18 +103,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation. Nothing that is passed in is changed.
+        """Return the text of a conversation. The arguments are not changed.
 
         Args:
             messages: each with "role", and "content" or "tool_calls"; arguments of calls are mappings or JSON texts.
             tools: JSON schemas of functions that the model may call.
             documents: mappings with "title" and "text", for templates that know documents.
-            name: the template's name, where there are several; None = "tool_use" if there are tools, else "default".
-            add_generation_prompt: end with the header of the model's answer; None = unless continue_final_message.
+            name: the template's name, if there are several; None = "tool_use" if there are tools, else "default".
+            add_generation_prompt: end with the header of the model's answer; None = not continue_final_message.
             continue_final_message: end right after the last message's text, so that the model continues this text.
             variables: further variables that the template reads, such as enable_thinking; they override special tokens.
 
-        Raises BadOption for input that cannot be honoured or that the template refuses, UnsupportedModel where the
+        Raises BadOption for input that cannot be honoured or that the template refuses, and UnsupportedModel if the
         template fails.
         """
         if add_generation_prompt and continue_final_message:
@@ -173,7 +173,10 @@ def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -
 
 
 def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation, with the first form of its tool calls that the template takes."""
+    """Render a conversation, and return the text. Try each form of its tool calls until the template takes a form.
+
+    Raises the first error if the template takes no form.
+    """
     first: BadOption | UnsupportedModel | None = None
     for form in call_forms(messages):
         try:
@@ -199,9 +202,10 @@ def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation. Where the template knows no content in parts, the parts are joined.
+    """Render a conversation, and return the text. If the template takes no content in parts, join the parts.
 
-    A template that knows no parts fails, prints the parts as Python does, or leaves some parts out.
+    Such a template fails, prints the parts as Python does, or leaves out some parts. Raises BadOption for other content
+    that the template prints as Python does.
     """
     if (texts := with_texts(messages)) is not None:
         try:
@@ -228,7 +232,10 @@ def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append MARK to a message's text in place, and return the text without it."""
+    """Append MARK to a message's text in place, and return the text without MARK.
+
+    Raises BadOption if the message has no text.
+    """
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + MARK
@@ -242,7 +249,10 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, final: str) -> str:
-    """Return the text before MARK. Where the template trims messages, the white space before MARK is cut off, too."""
+    """Return the text before MARK, without white space before MARK if the template trims messages.
+
+    final: the text of the last message. Raises BadOption if the template has left out the message or parts of it.
+    """
     end = text.rfind(MARK.strip())
     if end < 0 or final.strip() not in text:
         raise BadOption(
@@ -252,7 +262,7 @@ def _cut(text: str, final: str) -> str:
 
 
 def _printed(text: str, messages: Seq[Mapping[str, Any]]) -> int | None:
-    """Return the index of the first message whose content was printed in Python's notation; None where there is none.
+    """Return the index of the first message whose content was printed in Python's notation; None if no content was.
 
     Only content that is a list or mapping can be printed in this way.
     """

@@ -1,12 +1,12 @@
-"""An answer's text, reasoning and calls, read by the `response_template` of tokenizer_config.json, if there is one.
+"""Reads the text, reasoning and calls of an answer by the `response_template` of tokenizer_config.json.
 
 A response template is transformers' declaration of how answers are read (utils/chat_parsing). It lists the fields of
 the message. Each field has a beginning and an end, a format in which its text is parsed, and a transformation of the
 result. A field without a beginning takes the text outside of all other fields. Only the fields content,
 reasoning_content (or thinking, reasoning) and tool_calls are read; other fields are dropped.
 
-Texts are yielded as they come. A call is yielded when it is whole, because its name and arguments may stand anywhere in
-the field's text.
+Text and reasoning are yielded piece by piece. A call is yielded once it is complete, because its name and arguments may
+stand anywhere in the field's text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Anchor:
 
     @classmethod
     def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
-        """Make an anchor from `spec`: from one text or several under the key `name`, or a regex under `name`_pattern.
+        """Make an anchor from an entry of `spec`: one or several texts under `name`, or a regex under `name`_pattern.
 
-        None where the spec has neither key. Raises UnsupportedModel for a regex that does not begin with a text.
+        Returns None if `spec` has neither entry. Raises UnsupportedModel for a regex that does not begin with a text.
         """
         texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
         if pattern is not None:
@@ -57,7 +57,10 @@ NEVER = Anchor((), re.compile(r"(?!)"))
 
 
 def _head(pattern: str) -> str:
-    """Return the text that a regex begins with, after white space. Raises UnsupportedModel where there is none."""
+    """Return the literal text at the beginning of a regex, after optional white space.
+
+    Raises UnsupportedModel if the regex begins with no literal text.
+    """
     text = ""
     for op, value in re._parser.parse(pattern.removeprefix(r"\s*")):  # type: ignore[attr-defined]
         if str(op) != "LITERAL":
@@ -85,10 +88,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Declared:
-    """A response template. implicit: the field without a beginning.
+    """A response template.
 
-    start: a regex for the texts after which an answer begins. `begun` looks for an open field only after the last such
-    text in the prompt.
+    implicit: the field without a beginning. start: a regex for the texts after which an answer begins. `begun` looks
+    for an open field only after the last such text in the prompt.
     """
 
     fields: tuple[Field, ...]
@@ -121,7 +124,7 @@ class Declared:
     def begun(self, prompt: str) -> tuple[Field, dict[str, str]] | None:
         """Return the field that is open at the end of a prompt, and the named groups that its opening regex matched.
 
-        None where no field is open.
+        Returns None if no field is open.
         """
         ends = [match.end() for match in self.start.finditer(prompt)] if self.start is not None else []
         at = ends[-1] if ends else len(prompt)
@@ -158,7 +161,7 @@ class Declared:
     def _opened(self, scan: Scanner) -> Any:
         """Consume the mark that opens a field. Returns the field and the named groups of the match.
 
-        None where no field begins.
+        Returns None if no field begins.
         """
         while True:
             matches = [
@@ -174,7 +177,10 @@ class Declared:
             yield None
 
     def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
-        """Yield the pieces of a field, up to the field's end. The mark that opens the field was already consumed."""
+        """Yield the pieces of a field, up to the field's end. The mark that opens the field was already consumed.
+
+        captures: the named groups in the match of the opening mark.
+        """
         if one.part is not None:
             yield from self._text(scan, one, one.part)
             return
@@ -249,7 +255,10 @@ def _json(value: Any, types: frozenset[str]) -> str:
 
 
 def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
-    """Read a field's text as a value of this kind. Raises ValueError for a text that is no such value."""
+    """Parse a field's text in the format `kind`, such as json, with the options `args`, and return the value.
+
+    Raises ValueError for a text that is not in this format.
+    """
     if kind == "json":
         return _lax_json(text, args)
     if kind == "xml-inline":
@@ -277,7 +286,11 @@ def _inner(text: str, args: Mapping[str, Any]) -> Any:
 
 
 def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
-    """Parse JSON in which keys may have no quotes, and strings may stand between other marks than quotes."""
+    """Parse JSON, with the deviations that `args` permits, and return the value.
+
+    Keys may have no quotes, and strings may have other marks around them. With allow_non_json, a text that is no JSON
+    is returned as it is. Otherwise such a text raises ValueError.
+    """
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:

@@ -1,15 +1,15 @@
-"""Token ids to text, piece by piece and exactly: the joined pieces are the whole text, however the ids were grouped.
+"""Converts token ids to text piece by piece. The joined pieces are exactly the whole text, however the ids are grouped.
 
 Decoding each token alone and joining the results would be wrong for three reasons:
 
 * *A token's text depends on the text before it* (a leading space is dropped at the beginning of a text only). So
-  decoding always starts at an earlier *solid* token, and the text of this token is cut off. A token is solid where its
+  decoding always starts at an earlier *solid* token, and the text of this token is cut off. A token is solid if its
   text alone consists of whole characters.
 * *A character may be spread over several tokens.* Text that a later token can still change is held back: a trailing
   U+FFFD, and with byte fallback (`<0xE2>`) the bytes after the last whole character. Whole characters are not held
   back, although the library would turn them into U+FFFD, too, if a bad byte followed (`Tokenizer.decode_so_far`).
 * *A stop string may be spread over several tokens and rounds.* The longest tail of the text that may still become a
-  stop string is held back: at most one character less than the longest stop string has.
+  stop string is held back. This tail is at least one character shorter than the longest stop string.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class PushResult:
 
 
 class Detokenizer:
-    """The text of one sequence's output, as it grows.
+    """Decodes the output of one sequence, as the output grows.
 
-    The text is the part of decode(prompt + output) after decode(prompt). So a leading space survives, and a character
-    that the prompt began and the output completed belongs to the output. Of several stop strings, the one that is
-    complete first counts; of two that are complete at once, the one that begins first.
+    The output's text is the part of decode(prompt + output) after decode(prompt). So a leading space survives, and a
+    character that the prompt began and the output completed belongs to the output. The stop string that is complete
+    first ends the text. If two stop strings are complete at once, the string that begins first ends the text.
 
     Args:
-        prompt_ids: the left context; no text of it is emitted.
-        stop: texts that end the output and are cut from it; no text may be empty.
+        prompt_ids: the ids before the output; their text is not emitted.
+        stop: texts that end the output and are cut off from it; no text may be empty.
         num_free: the least number of tokens of the output; stop strings that end within these tokens do not count.
         skip_special_ids: ids that make no text; None = the tokenizer's special ids.
     """
@@ -84,7 +84,8 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text that was held back, because no token follows. Bytes of an unfinished character become U+FFFD.
 
-        Where this text completes a stop string, the text is cut before it, and `stop` is set to this stop string.
+        If the held-back text completes a stop string, only the text before the stop string is returned, and `stop` is
+        set.
         """
         if self.stop is not None:
             return ""
@@ -98,7 +99,10 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- ids to text
 
     def _left_context(self, prompt_ids: Seq[int]) -> list[int]:
-        """Return the prompt from its last solid token on; the whole prompt where there is none."""
+        """Return the prompt's ids from the last solid token on, or all ids if no token is solid.
+
+        Ids without a text are left out.
+        """
         tail: list[int] = []
         for token in reversed(prompt_ids):
             if self._has_text(token):
@@ -128,7 +132,10 @@ class Detokenizer:
         return new
 
     def _advance(self, text: str, certain: int) -> str:
-        """Return the text that has become final, without the part that belongs to the prompt."""
+        """Return the text that has become final, without the part that belongs to the prompt.
+
+        text: the decoded ids. certain: the number of leading characters of `text` that no later id can change.
+        """
         if certain <= self._done:
             return ""
         new = text[self._done : certain]
@@ -142,9 +149,9 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- stop strings
 
     def _release(self, new: str) -> str:
-        """Take final text, and return the final text that can no longer become part of a stop string.
+        """Take new final text, and return the text that can no longer become part of a stop string.
 
-        If a stop string is complete, `stop` is set to it, and only the text before it is returned.
+        If a stop string is complete, `stop` is set to this string, and only the text before the string is returned.
         """
         if not self._stops:
             return new
@@ -167,9 +174,10 @@ def num_common(a: Seq[Any], b: Seq[Any]) -> int:
 
 
 def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, str] | None:
-    """Return (start, stop) of the first stop string that ends after the first `free` characters; None where none does.
+    """Return (start, stop) of the first stop string that ends after the first `free` characters; None if there is none.
 
-    The first stop string is the one that ends first; of several with the same end, the one that starts first.
+    The first stop string is the string that ends first. Among strings with the same end, it is the string that starts
+    first.
     """
     places = ((stop, text.find(stop, max(0, free + 1 - len(stop)))) for stop in stops)
     hits = [(start + len(stop), start, stop) for stop, start in places if start >= 0]

@@ -1,4 +1,4 @@
-"""Errors for checkpoint files that cannot be read. Each error says what the file is instead, and what to do."""
+"""Makes the errors for checkpoint files that cannot be read. Each error says what the file is, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts that tell a code model which texts stand before and after the text that it writes."""
+"""Builds fill-in-the-middle prompts, which give a code model the texts before and after the gap that it fills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _TEXTS = ("prefix", "suffix")
 
 
 def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Return the token ids of a fill-in-the-middle prompt. Raises BadOption for a model that has no marks for it."""
+    """Return the token ids of a fill-in-the-middle prompt. prefix, suffix: the texts before and after the gap.
+
+    Raises BadOption for a model without tokens for fill-in-the-middle.
+    """
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:

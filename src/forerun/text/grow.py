@@ -1,4 +1,4 @@
-"""More ids for a tokenizer, so that a model with more matrix rows than the tokenizer has ids can use all its rows.
+"""Adds ids to a tokenizer, so that a model with more matrix rows than the tokenizer has ids can use all its rows.
 
 The new tokens are entries of the BPE vocabulary that no merge leads to. So no text is encoded to a new token, and every
 text is encoded as before. The new tokens are not *added tokens*, which the library looks for in every text.
@@ -16,11 +16,11 @@ from forerun.errors import UnsupportedModel
 
 
 def grow(content: str, num_ids: int, first_id: int = 0) -> str:
-    """Return the text of a tokenizer.json with new tokens, named like <|unused_4096|>, for the new ids below num_ids.
+    """Add tokens, named like <|unused_4096|>, for new ids below num_ids. Returns the new text of the tokenizer.json.
 
-    The new ids begin after the highest old id, but not below first_id. Ids between the highest old id and first_id stay
-    without a token. A tokenizer that already has num_ids ids is returned unchanged. Raises UnsupportedModel for a
-    tokenizer that is not BPE, and for a tokenizer that would not keep its ids.
+    content: the text of the tokenizer.json. The new ids begin after the highest old id, but not below first_id. Ids
+    between the highest old id and first_id stay without a token. A tokenizer that already has num_ids ids is returned
+    unchanged. Raises UnsupportedModel for a tokenizer that is not BPE, and for a tokenizer that would not keep its ids.
     """
     raw = json.loads(content)
     vocabulary = _bpe_vocabulary(raw)
@@ -46,9 +46,10 @@ def _bpe_vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check(grown: tokenizers.Tokenizer, old: Mapping[str, int], new: Mapping[str, int]) -> None:
-    """Raise UnsupportedModel where an old token changed its id, or a text is encoded to a new token.
+    """Raise UnsupportedModel if an old token has changed its id, or if a text is encoded to a new token.
 
-    With `ignore_merges`, a text is encoded to a new token: any word that is in the vocabulary becomes its token.
+    The option `ignore_merges` of a tokenizer lets texts be encoded to new tokens: any word in the vocabulary becomes
+    one token.
     """
     if grown.get_vocab(with_added_tokens=True) != {**new, **old} or old.keys() & new.keys():
         raise UnsupportedModel("this tokenizer cannot be given more ids: its tokens would not keep theirs")

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint folder."""
+"""Reads the JSON files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from forerun.text.files import unreadable
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises NotFound for an unreadable file, UnsupportedModel for other contents."""
+    """Return the object in a JSON file.
+
+    Raises NotFound for an unreadable file, and UnsupportedModel for any other content.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -23,5 +26,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
+    """Return the object in a JSON file; {} if there is no such file. Raises the errors of `read_json`."""
     return read_json(path) if os.path.lexists(path) else {}

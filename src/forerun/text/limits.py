@@ -1,7 +1,7 @@
-"""Limits on chat templates. They refuse a template that would never end or would fill the memory.
+"""Limits the work of chat templates. A template that would never end, or would fill the memory, is refused.
 
-The counting is done by `sandbox`; this file says what is counted. Templates of published models take some ten steps per
-message, and make a few times as many characters as the conversation has.
+`sandbox` does the counting. This file defines how many characters each operation counts as. Templates of published
+models take some ten steps per message, and make a few times as many characters as the conversation has.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ITEM_CHARACTERS = 8  # characters that a number, or a place in a list, counts as
 
 
 class TooMuch(Exception):
-    """The error where a limit is reached. Its message continues a sentence that begins with the template's name."""
+    """The error for a limit that is exceeded. Its message continues a sentence that begins with the template's name."""
 
 
 class Budget:
-    """The steps, characters and time that one rendering has used up. Every method raises TooMuch at a limit."""
+    """The steps, characters and time that one rendering has used up. Every method raises TooMuch beyond a limit."""
 
     def __init__(self) -> None:
         self._num_steps, self._num_characters, self._end_s = 0, 0, time.thread_time() + MAX_CPU_S
@@ -40,7 +40,7 @@ class Budget:
         self.add(num_characters)
 
     def add(self, num_characters: int) -> None:
-        """Count further characters, without a further step."""
+        """Count further characters, without counting a step."""
         self._num_characters += num_characters
         if self._num_characters > MAX_MADE_CHARACTERS:
             raise TooMuch(f"makes texts and lists of more than {MAX_MADE_CHARACTERS:,} characters")
@@ -68,7 +68,7 @@ class Budget:
 
 
 def check_printed(text: str) -> None:
-    """Raise TooMuch for a text that is too long."""
+    """Raise TooMuch for a printed text with more than MAX_PRINTED_CHARACTERS characters."""
     if len(text) > MAX_PRINTED_CHARACTERS:
         raise TooMuch(f"prints more than {MAX_PRINTED_CHARACTERS:,} characters")
 
@@ -81,22 +81,28 @@ def power(left: object, right: object) -> int:
 
 
 def _digits(num_bits: int) -> int:
-    """Return the number of characters that a whole number of this many bits counts as.
+    """Return the number of characters that a whole number of num_bits bits counts as.
 
-    The number grows with the square of the bits, because multiplying long numbers takes long.
+    This number is proportional to the square of num_bits, because multiplying long numbers takes long.
     """
     return num_bits * num_bits // 64
 
 
 def percent(text: object, values: object) -> int:
-    """Return the sum of the numbers in a `%` format, such as 9 for "%9d". With "%*d", those in the values are added."""
+    """Return the sum of the numbers in the `%` format `text`, such as 9 for "%9d".
+
+    A format with "*" takes numbers from `values`, so the numbers in `values` are added.
+    """
     if not isinstance(text, str):
         return 0
     return _numbers(f"{text}{values!r}" if "*" in text else text)
 
 
 def widths(text: str) -> int:
-    """Return the sum of the numbers in the specs of a `str.format` text. Raises TooMuch for a width from the values."""
+    """Return the sum of the numbers in the format specs of a `str.format` text, such as 9 for "{:9}".
+
+    Raises TooMuch for a spec that takes a width from the values.
+    """
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TooMuch("formats a text with a width that is a value")

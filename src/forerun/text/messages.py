@@ -1,4 +1,4 @@
-"""The input of a chat template: messages, tools and documents as plain data, checked and copied."""
+"""Checks and copies the input of a chat template: messages, tools and documents as plain data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__
 
 
 def copy_messages(messages: object) -> list[dict[str, Any]]:
-    """Check and copy messages as transformers does: without None, and with reasoning as reasoning_content and thinking.
+    """Check messages, and copy them as transformers does.
 
-    A message must have a role, and content or tool_calls. Content must be a text or a list of text parts; the content
-    of a tool's message may be any data. Raises BadOption for anything else; the error names the message by its index,
-    from 0.
+    Fields that are None are left out. Reasoning gets the names reasoning_content and thinking. A message must have a
+    role, and content or tool_calls. Content must be a text or a list of text parts; the content of a tool's message may
+    be any data. Raises BadOption for anything else; the error names the message by its index, from 0.
     """
     if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
         raise BadOption(
@@ -71,11 +71,11 @@ def _check_content(content: object, where: str) -> None:
 
 
 def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in each form in which some template takes tool calls. Without tool calls, yield them once.
+    """Yield the messages in each form of tool calls that some template takes; only once if there are no tool calls.
 
     Forms with arguments as mappings come before forms with arguments as JSON texts. Forms in which content is missing
-    come before forms in which it is empty. Forms with the original call ids come before forms with ids of nine letters
-    and digits.
+    come before forms in which content is empty. Forms with the original call ids come before forms with ids of nine
+    letters and digits.
     """
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):
@@ -123,14 +123,14 @@ def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits. An id in any other form is replaced by a part of its hash."""
+    """Return `call_id` if it has nine letters and digits; otherwise the first nine hex digits of its SHA-256."""
     if len(call_id) == SHORT_ID and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
 
 
 def with_texts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with the text parts of content joined by line breaks; None where no message has parts."""
+    """Return the messages with the text parts of content joined by line breaks; None if no message has parts."""
 
     def text(content: Any) -> Any:
         return "\n".join(part["text"] for part in content) if _has_parts(content) else content

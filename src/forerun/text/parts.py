@@ -1,9 +1,9 @@
 """The parts of an answer: text, reasoning and tool calls, read from the model's text as the text grows.
 
-A model writes all parts into one text, and each family of models uses marks of its own. A generator over a `Scanner`
-reads the parts. It yields each piece as soon as no later text can change the piece, and None where it needs more text.
-So a text gives the same parts, however it was cut into pieces. A call becomes a part when it is whole, so that nobody
-runs a call that is not completely written.
+A model writes all parts into one text, and each family of models uses its own marks. A generator over a `Scanner` reads
+the parts. The generator yields each piece as soon as no later text can change the piece, and None when it needs more
+text. So the parts do not depend on how the text was cut into pieces. A call becomes a part once it is complete, so that
+nobody runs a call that is not completely written.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of the JSON text of the arguments."""
+    """A piece of the JSON text of a call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The end of a call. This piece is missing where the call breaks off, or where the text ends inside the call."""
+    """The end of a complete call. An incomplete call has no such piece."""
 
 
 # The output of a dialect, in which a call comes in pieces.
@@ -87,7 +87,7 @@ Steps: TypeAlias = Generator[Piece | None, None, Any]
 
 @dataclass
 class Span:
-    """One stretch of an answer. kind: "text" or "reasoning"."""
+    """A stretch of an answer that is all text or all reasoning. kind: "text" or "reasoning"."""
 
     kind: str
     text: str = ""
@@ -98,8 +98,8 @@ class AnswerParts:
     """An answer put together from its parts. items: the answer's spans and calls, in order.
 
     num_reasoning_tokens: how many of the answer's tokens are reasoning. num_broken_calls: the number of calls that were
-    begun and did not become whole. said: the tokens that made the text, as indices into the answer's tokens; filled
-    only where PartsReader tells tokens of text from tokens of reasoning.
+    begun and did not become complete. said: the indices of the answer's tokens that have made the text; filled only if
+    PartsReader traces the tokens.
     """
 
     items: list[Span | ToolCall] = field(default_factory=list)
@@ -155,9 +155,9 @@ class AnswerParts:
 class Scanner:
     """A text that grows at its end and is consumed at its beginning. Methods that may need more text return Steps.
 
-    log: the text consumed since `begin`, which is put back where it turns out to be no call. hidden: the marks that are
-    kept out of the text for the user. is_closed: whether the text has ended. is_cut: whether the text has ended because
-    there was no room for more.
+    rest: the text that is not consumed yet. log: the text consumed since `begin`; it is put back if it turns out to be
+    no call. hidden: the marks that are kept out of the text for the user. is_closed: whether the text has ended.
+    is_cut: whether the text has ended because there was no room for more.
     """
 
     def __init__(self, hidden: Seq[str] = ()) -> None:
@@ -181,18 +181,21 @@ class Scanner:
         self.rest, self.log = text + self.rest, self.log.removesuffix(text)
 
     def undo(self) -> None:
-        """Put back the text consumed since `begin`. At the end of the answer, the text is dropped instead."""
+        """Put back the text consumed since `begin`. If the answer has ended, the text is dropped instead."""
         if not self.is_over:
             self.put_back(self.log)
 
     def take(self, num_chars: int) -> str:
-        """Consume and return the first characters."""
+        """Consume and return the first num_chars characters."""
         taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
         self.log += taken
         return taken
 
     def until(self, marks: Seq[str], piece: Callable[[str], Piece]) -> Steps:
-        """Yield text up to a mark, in pieces. Consumes and returns the mark; None at the end of the text."""
+        """Yield the text up to one of `marks`, in pieces made by `piece`. Consumes and returns the mark.
+
+        Returns None if the text ends before a mark.
+        """
         known = (*marks, *self._hidden) if piece is Text else tuple(marks)
         while True:
             if (hit := first_of(self.rest, known)) is not None:
@@ -212,7 +215,10 @@ class Scanner:
             yield None
 
     def collect(self, marks: Seq[str]) -> Steps:
-        """Consume and return the text up to a mark, and the mark; None for the mark where the text ends before it."""
+        """Consume the text up to one of `marks`, and the mark. Returns the text and the mark.
+
+        The returned mark is None if the text ends before a mark.
+        """
         while (hit := first_of(self.rest, marks)) is None:
             if self.is_closed:
                 return self.take(len(self.rest)), None
@@ -221,9 +227,9 @@ class Scanner:
         return text, self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest of `options` that the rest of the text begins with; None where there is none.
+        """Return the longest of `options` with which the remaining text begins; None if no option fits.
 
-        Where the answer was cut inside an option, the beginning of the option is consumed.
+        If the answer was cut off inside an option, the beginning of the option is consumed.
         """
         while is_open := any(o.startswith(self.rest) and o != self.rest for o in options):
             if self.is_closed:
@@ -234,7 +240,7 @@ class Scanner:
         return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
 
     def skip(self, *options: str) -> Steps:
-        """Consume and return the longest of `options` that the rest of the text begins with; None if none fits."""
+        """Consume and return the longest of `options` with which the remaining text begins; None if no option fits."""
         option: str | None = yield from self.starts(*options)
         return None if option is None else self.take(len(option))
 
@@ -254,10 +260,10 @@ class Scanner:
         return self.rest[:1]
 
     def json(self, piece: Callable[[str], Piece] | None = None) -> Steps:
-        """Consume one JSON value, and the white space before it.
+        """Consume one JSON value, and the white space before the value. Returns the value's text.
 
-        Returns the text of the value. None where there is no value, where the text ends inside the value, or where
-        brackets do not match. piece: makes pieces of the consumed text, which are yielded as the value grows.
+        Returns None if there is no value, if the text ends inside the value, or if brackets do not match. piece: makes
+        pieces of the consumed text, which are yielded as the value grows.
         """
         yield from self.space()
         text, value = "", _JsonValue()
@@ -272,9 +278,9 @@ class Scanner:
 
 
 class _JsonValue:
-    """Finds the end of a JSON value by its brackets and quotes. The text between them is not checked.
+    """Finds the end of a JSON value by its brackets and quotes. The text between brackets or quotes is not checked.
 
-    Outside of strings, "<" begins a mark. A mark ends the value, whether the value is whole or not.
+    Outside of strings, "<" begins a mark. A mark ends the value, even if the value is incomplete.
     """
 
     def __init__(self) -> None:
@@ -283,7 +289,7 @@ class _JsonValue:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text read so far is a whole value. A bare word counts as whole after any character."""
+        """Whether the text read so far is a complete value. A bare word is complete after each of its characters."""
         return self._has_begun and not self._is_wrong and not self._in_text and not self._closers
 
     def read(self, text: str) -> int:
@@ -333,6 +339,6 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_tail(text: str, marks: Seq[str]) -> int:
-    """Return the length of the longest end of a text that is the beginning of a mark, but not a whole mark."""
+    """Return the length of the longest end of a text with which a mark may begin. A whole mark does not count."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -1,7 +1,7 @@
-"""The parts of one answer, read from its token ids or its text while the answer grows.
+"""Reads the parts of one answer from its token ids or its text, while the answer grows.
 
 A call becomes a part only if it was written to its end, with a JSON object as its arguments. Any other call is dropped.
-So whoever receives the parts of an answer can run nothing that the model did not completely write.
+So whoever receives the parts of an answer can run no call that the model did not completely write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class PartsReader:
     """Reads the parts of one answer from its token ids, as they come.
 
     traces: whether the reader notes for each token if it is text, reasoning, or neither, such as a mark or the white
-    space between two parts. A model that may reason is always traced, because its reasoning tokens are counted.
+    space between two parts. If the model may reason, its tokens are always traced, because reasoning tokens are
+    counted.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class PartsReader:
         return parts
 
     def _tell_apart(self) -> None:
-        """Note which tokens have made the text and the reasoning that the parser has just returned.
+        """Note for the spans that the parser has just found which tokens are text and which are reasoning.
 
-        Characters are counted from the beginning of the answer. Where the parser holds text back, the tokens of this
-        text are told apart later.
+        Characters are counted from the beginning of the answer. Tokens whose text the parser holds back are noted
+        later.
         """
         spans = self._parser.take_spans()
         if not spans:
@@ -114,7 +115,7 @@ def _begins(token: str, marks: Iterable[str]) -> bool:
 
 
 class _Span(NamedTuple):
-    """A range of an answer's characters that is text, or reasoning."""
+    """A range of an answer's characters that is all text or all reasoning."""
 
     begin: int
     end: int
@@ -122,7 +123,7 @@ class _Span(NamedTuple):
 
 
 class Parser:
-    """Reads the parts of one answer from its text, as it comes. prompt: the end of the prompt."""
+    """Reads the parts of one answer from its text, as the text grows. prompt: the end of the prompt."""
 
     def __init__(self, answer_form: AnswerForm, prompt: str = "") -> None:
         self._scan = answer_form.scanner()
@@ -144,7 +145,7 @@ class Parser:
         return self._num_fed - len(self._scan.rest) - len(self._tidy.held)
 
     def take_spans(self) -> list[_Span]:
-        """Return the spans of the text and the reasoning that were noted since the last call."""
+        """Return the spans of text and of reasoning that were noted since this method was last called."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -212,7 +213,10 @@ class _Tidy:
         self.held, self._is_fresh, self._has_calls = "", False, False
 
     def add(self, piece: Piece) -> Iterator[Piece]:
-        """Yield the piece. White space at its end is held back, because it may stand between parts."""
+        """Yield the piece without the white space between parts. Pieces of calls are yielded unchanged.
+
+        White space at the end of the piece is held back, because another part may follow.
+        """
         if not isinstance(piece, Text | Reasoning):
             self._kind, self.held, self._has_calls = CallBegin, "", True
             yield piece
@@ -237,7 +241,7 @@ class _Tidy:
 
 
 class _WholeCalls:
-    """Turns pieces into parts. A call becomes a part once it is whole; a call that breaks off or is cut is dropped.
+    """Turns pieces into parts. A call becomes a part once it is complete. An incomplete call is dropped.
 
     most: the number of calls to keep; later calls are dropped. None = no limit.
     """
@@ -248,7 +252,7 @@ class _WholeCalls:
 
     @property
     def num_broken(self) -> int:
-        """The number of calls that were begun and did not become whole."""
+        """The number of calls that were begun and did not become complete."""
         return self._num_begun - self._num_whole
 
     def add(self, piece: Piece) -> Iterator[Part]:
@@ -270,7 +274,7 @@ class _WholeCalls:
 
 
 def _is_object(text: str) -> bool:
-    """Return whether a text is a JSON object that can be written as JSON again: all its numbers are finite."""
+    """Return whether a text is a JSON object that can be written as JSON again, because all its numbers are finite."""
     try:
         values = json.loads(text)
         json.dumps(values, allow_nan=False)

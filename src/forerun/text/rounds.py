@@ -1,4 +1,4 @@
-"""The outcome of every token of a round: accepted, rejected, never tested, or the target's own."""
+"""Lists the tokens of a round with their outcomes: accepted, rejected, never tested, or chosen by the target itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """Return the drafted tokens of a round and the target's own token, each with its outcome.
 
     The accepted tokens come first, then the rejected tokens, the target's token, and the untested tokens. Accepted
-    tokens and the target's token are left out where a stop condition has cut them off.
+    tokens and the target's token are left out if a stop condition has cut them off.
     """
     kept = committed_pieces(detail, num_committed)
     at, accepted = len(detail.accepted), set(detail.accepted)

@@ -54,9 +54,9 @@ class CompiledTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return the text that the template prints.
 
-        variables: plain data (see `messages.plain`), which are not changed. Raises BadOption where the template refuses
-        the messages by `raise_exception`, UnsupportedModel where it does something forbidden, reaches a limit, or
-        fails.
+        variables: plain data (see `messages.plain`), which are not changed. Raises BadOption if the template refuses
+        the messages by `raise_exception`. Raises UnsupportedModel if the template does something forbidden, exceeds a
+        limit, or fails.
         """
         environment = _Environment()  # with a budget of this rendering
         try:
@@ -135,7 +135,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict` without its methods, because dict.update(message, ...) would get past the sandbox."""
+    """`dict` without its methods except fromkeys, because dict.update(message, ...) would get past the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -222,7 +222,7 @@ def _listed(value: Any) -> Any:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that counts each step of a rendering against a budget. Compiling a template renders no part of it."""
+    """A sandbox that counts each step of a rendering against a budget. Compiling a template evaluates no part of it."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -251,7 +251,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """Count a round of a loop, with the characters of the template's own text that the round may print."""
+        """Count a round of a loop. Returns True. num_characters: the length of the template text inside the loop."""
         self.budget.step(num_characters)
         return True
 
@@ -293,7 +293,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that counts each call as a step, with the characters that the call will make or has made."""
+        """Wrap a filter so that each call counts as a step, with the characters that the call will make or has made.
+
+        name: the filter's name.
+        """
         first = int(hasattr(function, "jinja_pass_arg"))  # index of the filtered value, after the context if any
 
         @wraps(function)

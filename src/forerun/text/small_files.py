@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder besides the weights, such as config.json and the tokenizer. Each is read once."""
+"""Reads the files of a checkpoint folder besides the weights, such as config.json and the tokenizer, each only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SmallFiles:
         self._read = dict[Path, Any]()
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """Return the object in a JSON file; {} where there is no such file. Raises as `read_json`."""
+        """Return the object in a JSON file; {} if there is no such file. Raises the errors of `read_json`."""
         return {} if self.folder is None else self.once(self.folder / name, read_json_if_there)
 
     def once(self, path: Path, read: Callable[[Path], T]) -> T:
@@ -36,7 +36,7 @@ class SmallFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where there is no tokenizer.json. Raises as `Tokenizer.load`."""
+        """The tokenizer; None if there is no tokenizer.json. Raises the errors of `Tokenizer.load`."""
         return None if self.folder is None else Tokenizer.find(self.folder)
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> SmallFiles:

@@ -32,8 +32,8 @@ def find_sources(small: SmallFiles, file: Path | None, model: str | None = None)
 
     The sources are, in this order: `file`, if given; chat_template.jinja together with
     additional_chat_templates/NAME.jinja; `chat_template` of tokenizer_config.json, which is one text or a list of
-    {"name", "template"}. A template without a name is called "default". Raises NotFound where there is no template.
-    model: the name by which the user knows the model, for the message of this error; None = the folder.
+    {"name", "template"}. A template without a name is called "default". Raises NotFound if there is no template. model:
+    the name by which the user knows the model, for the error's message; None = the folder.
     """
     if file is not None:
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""Output to a terminal: consoles that print text as it is, and text in which control characters are made visible."""
+"""Prepares output for a terminal: consoles that print text as it is, and text with visible control characters."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 def visible(text: str, is_terminal: bool = True) -> str:
     """Return a text with control characters written as in JSON (\\u001b); tab and newline stay.
 
-    is_terminal: whether the text goes to a terminal. Text for a pipe or file stays as it is. Headers, file names and
-    error messages are made visible in any case, because a person sees them sooner or later.
+    is_terminal: whether the text goes to a terminal. Text for a pipe or file is returned unchanged. For headers, file
+    names and error messages, callers leave is_terminal True, because a person will see them sooner or later.
     """
     return text.translate(_ESCAPES) if is_terminal else text
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError when the reader of a pipe has gone, where rich would end the process."""
+    """A console that raises BrokenPipeError when the reader of a pipe has gone. rich itself would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render a string for a print or a table. Control characters in it are made visible.
+        """Render a string for a print or a table. Control characters in the string are made visible.
 
-        A model's text never gets here as a `str`; see `cli.show.LiveText`.
+        A model's text never reaches this method as a `str`; see `cli.show.LiveText`.
         """
         return super().render_str(visible(text), **options)
 
@@ -51,7 +51,7 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def showing(text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows `text` as a status line in a terminal. Nothing may be printed inside it."""
+    """Return a context manager that shows `text` as a status line in a terminal. Print nothing while it is shown."""
     console = make_console(stderr=True)
     return console.status(text) if console.is_terminal and not console.is_dumb_terminal else nullcontext()
 
@@ -64,9 +64,9 @@ def note(text: str) -> None:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """Keep typed keys off the screen while something else is written there. The next prompt reads these keys.
+    """Do not show typed keys on the screen while the `with` block runs. The next prompt reads these keys.
 
-    Does nothing where standard input is no terminal.
+    Does nothing if standard input is no terminal.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield
@@ -84,5 +84,5 @@ def unechoed() -> Iterator[None]:
 
 
 def has_colour(console: Console) -> bool:
-    """Return whether a console has colours. It has none with NO_COLOR, in a pipe, or in a terminal without colours."""
+    """Return whether a console has colours: not with NO_COLOR, in a pipe, or in a terminal without colours."""
     return console.color_system is not None and not console.no_color

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, by the `tokenizers` library, and a check that draft and target fit together."""
+"""Loads the tokenizer of a checkpoint folder (`tokenizers` library), and checks that draft and target fit together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPELLINGS = ("ByteLevel", "ByteFallback", "▁", "WordPiece", "BPEDecoder", "CT
 
 
 class Tokenizer:
-    """Text to token ids and back, as tokenizer.json says, except that truncation and padding are off.
+    """Converts text to token ids and back, as tokenizer.json says, but without truncation and padding.
 
     Args:
         backend: the loaded tokenizer, whose truncation and padding are turned off.
@@ -40,7 +40,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read `folder`/tokenizer.json. Raises NotFound where there is none, UnsupportedModel where it is broken."""
+        """Read `folder`/tokenizer.json. Raises NotFound if the file is missing, UnsupportedModel if it is broken."""
         file = Path(folder) / "tokenizer.json"
         if not cls.is_in(folder):
             raise NotFound(f"there is no tokenizer.json in {folder}: name a checkpoint folder that holds one")
@@ -52,7 +52,10 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
-        """Load a folder's tokenizer; None without tokenizer.json, for example where a model's ids stand for no text."""
+        """Load a folder's tokenizer. Returns None if there is no tokenizer.json.
+
+        The file is missing, for example, if the model's ids stand for no text.
+        """
         return cls.load(folder) if cls.is_in(folder) else None
 
     @staticmethod
@@ -72,7 +75,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text, and take names of special tokens in it as plain text.
+        """Return the ids of a text in which the names of special tokens are plain text.
 
         No other thread may use the tokenizer meanwhile.
         """
@@ -103,7 +106,7 @@ class Tokenizer:
 
     @cached_property
     def id_to_token(self) -> dict[int, str]:
-        """The token of every id that has one, added tokens included, in ascending order of the ids."""
+        """A map from ids to tokens, added tokens included, in ascending order of the ids."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
@@ -134,7 +137,7 @@ class Tokenizer:
 
     @cached_property
     def holes(self) -> frozenset[int]:
-        """The ids below num_ids that have no token. They must have probability 0."""
+        """The ids below num_ids that have no token. Such ids must have probability 0."""
         has_token = np.zeros(self.num_ids, np.bool_)
         has_token[self._ids] = True
         return frozenset(np.flatnonzero(~has_token).tolist())
@@ -155,7 +158,7 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes] | None:
         """The bytes that each id below num_ids stands for inside a text; b"" = no bytes.
 
-        None where the bytes are unknown. They are known for byte-level tokens, and for tokens in which ▁ stands for a
+        None if the bytes are unknown. The bytes are known for byte-level tokens, and for tokens in which ▁ stands for a
         blank. Other decoders may turn a token into a text that depends on the tokens beside it.
         """
         spelling = self.spelling
@@ -176,16 +179,19 @@ class Tokenizer:
 
     @cached_property
     def spelling(self) -> frozenset[str]:
-        """How token strings stand for text. In tokenizers with the same spelling, equal strings are equal texts."""
+        """The parts of the decoder, such as ByteLevel, that define how token strings stand for text.
+
+        In tokenizers with the same spelling, equal strings are equal texts.
+        """
         decoder = _decoder_types(self._backend)
         return frozenset(name for name in _SPELLINGS if name in decoder)
 
     def decode_so_far(self, ids: Seq[int]) -> tuple[str, int]:
-        """Return the text of the ids so far, and how many of its characters no later id can change.
+        """Return the text of the ids so far, and the number of its leading characters that no later id can change.
 
-        The text is the one that `decode` returns, with one exception. Where a run of byte tokens is not UTF-8, the
-        library turns each byte of the run into U+FFFD. Here the whole characters at the beginning of the run stay. They
-        may have been shown before the first bad byte came, or have completed a stop string.
+        The text is the same as from `decode`, with one exception. If a run of byte tokens is not UTF-8, the library
+        turns each byte of the run into U+FFFD. This method keeps the whole characters at the beginning of the run,
+        because they may already have been shown, or may have completed a stop string.
         """
         breaks, num_open = self._broken_runs(ids) if self.byte_ids else ([], 0)
         if not breaks:
@@ -227,14 +233,14 @@ class Tokenizer:
         return self._own_text[token_id]
 
     def is_solid(self, token_id: int) -> bool:
-        """Return whether the id's text alone is made of whole characters, so that decoding may start anew at it."""
+        """Return whether the id's text alone is made of whole characters, so that decoding may start anew at the id."""
         text = self.own_text(token_id)
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
 
 
 @lru_cache(maxsize=2)  # a target's and its draft's: each is asked for more than once while they are opened
 def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
-    """Load the tokenizer of a file. version: numbers that differ where the file has changed since an earlier call."""
+    """Load the tokenizer of a file. version: numbers that differ if the file has changed since an earlier call."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
@@ -243,7 +249,7 @@ def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
 
 
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
-    """Return `tokenizer` itself. Raises NotFound where the model `name` has no tokenizer."""
+    """Return `tokenizer` itself. Raises NotFound if the model `name` has no tokenizer."""
     if tokenizer is None:
         raise without_text(name)
     return tokenizer
@@ -260,8 +266,9 @@ def without_text(name: str) -> NotFound:
 def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:
     """Check that each id that both tokenizers know has the same token in both, added tokens included.
 
-    Equal sizes prove nothing. An id that only one tokenizer knows, such as a token added for chats, is no problem: it
-    gets probability 0 in the draft. Raises VocabularyMismatch, which names the first id that differs and both tokens.
+    Equal sizes prove nothing. An id that only one tokenizer knows, such as a token added for chats, is permitted: the
+    id gets probability 0 in the draft. Raises VocabularyMismatch, which names the first id that differs and both
+    tokens.
     """
     a, b = target.id_to_token, draft.id_to_token
     first = next((i for i in a if i in b and a[i] != b[i]), None)
@@ -281,7 +288,7 @@ def _name(tokens: dict[int, str], token_id: int) -> str:
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> str:
-    """Return the decoder's representation as text, which names its types; '' where there is no decoder."""
+    """Return the decoder's representation as text, which names the types of its parts; '' if there is no decoder."""
     return repr(backend.decoder) if backend.decoder is not None else ""
 
 
@@ -296,9 +303,10 @@ BYTES = _byte_names()
 
 
 def token_text(tokenizer: Tokenizer | None, token: int, left: int | None) -> str:
-    """Return the text of one token after the token `left`, which may be None. Without a tokenizer the text is the id.
+    """Return the text that a token adds after the token `left`, for display. left: None = no token before it.
 
-    Control characters are escaped, and bytes of an unfinished character are written as <E2>.
+    Without a tokenizer, the text is the id. Control characters are escaped, and bytes of an unfinished character are
+    written as <E2>.
     """
     if tokenizer is None:
         return f" {token}"

@@ -18,7 +18,8 @@ NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalPro
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     """Return whether a schema means a function without parameters.
 
-    Such a schema lists no properties, and says nothing about further ones. JSON Schema itself would allow any.
+    Such a schema has an empty `properties`, and does not say whether further properties are allowed. JSON Schema itself
+    would then allow any properties.
     """
     says_no_more = parameters.keys() <= {"type", "properties", "required", "title", "description", "$schema"}
     return says_no_more and parameters.get("properties") == {} and not parameters.get("required")
@@ -32,7 +33,10 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]]) -> Tools:
-        """Read tools as chat templates take them. Raises BadOption for tools without a name or with the same name."""
+        """Read tools as chat templates take them. Raises BadOption for tools that are not possible.
+
+        Each tool must have a different name. The parameters of a tool must be an object (a JSON schema) or missing.
+        """
         schemas: dict[str, Mapping[str, Any]] = {}
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
@@ -58,7 +62,7 @@ class Tools:
         return Tools({name: self.schemas[name]})
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that a parameter of a tool may have; empty where the schema states no type."""
+        """Return the JSON types that a parameter of the tool `name` may have; empty if the schema states no type."""
         properties = self.schemas.get(name, {}).get("properties")
         return frozenset(kinds(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
@@ -75,8 +79,8 @@ NO_TOOLS = (
 class ToolRequest:
     """The tools of a request. choice: auto, required (at least one call), or the name of the tool to call.
 
-    parallel: whether an answer may have more than one call. strict: tools whose arguments must match their schemas.
-    given: the tools as chat templates take them.
+    parallel: whether an answer may have more than one call. strict: the names of tools whose arguments must match their
+    schemas. given: the tools as chat templates take them.
     """
 
     tools: Tools
@@ -87,7 +91,7 @@ class ToolRequest:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolRequest | None:
-        """Make a tool request from tools as chat templates take them; None where no tool is to be called.
+        """Make a tool request from tools as chat templates take them; None if no tool may be called.
 
         Raises BadOption as `Tools.of` does, and for a choice that is not possible.
         """
@@ -108,7 +112,7 @@ class ToolRequest:
 
 
 def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
-    """Return `value` if it is a valid limit on reasoning tokens, or None for no limit. Raises BadOption otherwise."""
+    """Return `value`, if it is a valid limit of reasoning tokens, or None (no limit). Raises BadOption otherwise."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or left out")
@@ -120,7 +124,7 @@ def several(value: Any) -> list[Any]:
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists under enum or const; an empty list where it has neither."""
+    """Return the values that a schema lists under enum or const; an empty list if the schema has neither."""
     return several(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
 
 
@@ -141,12 +145,12 @@ def kinds(schema: Any) -> Iterator[str]:
 
 
 def json_of(raw: str, types: frozenset[str]) -> str:
-    """Return as JSON a value that a model wrote without quotes. types: the types that the value's schema allows.
+    """Convert a value that a model wrote without quotes to JSON. types: the types that the value's schema allows.
 
-    Where the schema allows only strings, every value becomes a string. Where it allows only strings and null, every
+    If the schema allows only strings, every value becomes a string. If the schema allows only strings and null, every
     value but null becomes a string. A value that is no valid JSON becomes a string, too.
 
-    A model may write quotes around a value all the same. In the first two cases, the quotes become part of the string.
+    A model may still write quotes around a value. In the first two cases, the quotes become part of the string.
     Otherwise the value with its quotes is taken as a JSON string.
     """
     if types != {"string"}:

@@ -1,6 +1,6 @@
-"""Translation between two vocabularies: the ids that mean the same in both, and a target's text in a draft's ids.
+"""Translates between two vocabularies: maps ids with the same meaning, and encodes a target's text in a draft's ids.
 
-Ids are compared by their token strings. Equal strings mean the same only where both tokenizers spell tokens alike: a
+Ids are compared by their token strings. Equal strings mean the same only if both tokenizers spell tokens alike: a
 byte-level "Ġ" and a SentencePiece "▁" both stand for a space, and a byte-level "é" stands for a byte, not for a letter.
 A text can be passed from any tokenizer to any other.
 """
@@ -21,8 +21,8 @@ CONTEXT_TOKENS = 16  # tokens before a continuation that are encoded together wi
 def shared_ids(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     """Return a map from ids of the target to ids of the draft with the same token (TLI, arXiv 2502.05202).
 
-    A control token and a text are never the same, even if they are spelled alike. Raises VocabularyMismatch where the
-    tokenizers spell tokens in different ways, so that equal strings prove nothing, and where they share no token.
+    A control token and a text are never the same, even if they are spelled alike. Raises VocabularyMismatch if the
+    tokenizers spell tokens in different ways, because equal strings then prove nothing, and if they share no token.
     """
     if target.spelling != draft.spelling:
         raise VocabularyMismatch(
@@ -45,12 +45,12 @@ def _said(tokenizer: Tokenizer) -> str:
 
 
 class Translation:
-    """The growing text of a target's tokens, in the ids of another tokenizer.
+    """Encodes the text of a target's tokens in the ids of another tokenizer, as the text grows.
 
-    ids: the ids of the text, as far as later tokens cannot change it: an unfinished character at the end is left out.
-    When the text grows, only its end is encoded anew, so that a step costs the same however long the text is. Before
-    this end, `ids` may differ from an encoding of the whole text. The ids depend only on the target's tokens, not on
-    how the tokens were cut into pieces. Control tokens that the other tokenizer does not know become their text.
+    ids: the ids of the text, as far as later tokens cannot change the text: an unfinished character at the end is left
+    out. When the text grows, only its end is encoded anew, so that a step costs the same however long the text is.
+    Before this end, `ids` may differ from an encoding of the whole text. The ids depend only on the target's tokens,
+    not on how the tokens were cut into pieces. Control tokens that the other tokenizer does not know become their text.
     """
 
     def __init__(self, target: Tokenizer, other: Tokenizer) -> None:
@@ -64,9 +64,9 @@ class Translation:
         self._num_read = 0
 
     def read(self, tokens: Seq[int]) -> int:
-        """Read further tokens of the target. tokens: all tokens; those that were read already must not have changed.
+        """Read further tokens of the target. Returns the index of the first changed or new id in `ids`.
 
-        Returns the index in `ids` from which on ids are changed or new.
+        tokens: all tokens so far. Tokens that were read before must not have changed.
         """
         changed = len(self.ids)
         if self._num_read == 0:
@@ -82,7 +82,7 @@ class Translation:
         return changed
 
     def _add(self, text: str) -> int:
-        """Append a text. Returns the index in `ids` from which on ids are changed or new."""
+        """Append a text. Returns the index of the first changed or new id in `ids`."""
         self._tail += text
         encoded = self._encoded(self._tail)[self._num_skipped :]
         same = num_common(encoded, self.ids[self._start :])
@@ -90,7 +90,7 @@ class Translation:
         return self._start + same
 
     def _num_leading(self, tokens: Seq[int]) -> int:
-        """Return the number of leading ids that are no text: the target's tokenizer puts them before every text."""
+        """Return how many leading ids of `tokens` are ids that the target's tokenizer puts before every text."""
         leading = self._target.encode("")
         return len(leading) if list(tokens[: len(leading)]) == leading else 0
 
@@ -113,8 +113,8 @@ class Translation:
 def continuation(tokenizer: Tokenizer, tokens: Seq[int], text: str) -> list[int]:
     """Return the ids with which `text` continues the text of `tokens`, without the last id.
 
-    The text of `tokens` is taken as far as later tokens cannot change it. The last id may change when more text
-    follows. [] where `text` would merge into one token with the text before it.
+    The last id is left out, because it may change when more text follows. The text of `tokens` is taken only as far as
+    later tokens cannot change it. Returns [] if `text` would merge into one token with the text before it.
     """
     context = list(tokens[-CONTEXT_TOKENS:])
     first = next((i for i, token in enumerate(context) if tokenizer.is_solid(token)), 0)

@@ -1,4 +1,4 @@
-"""The special token ids that only a chat template writes, between messages. No answer contains them."""
+"""Finds the special token ids that only a chat template writes, between messages. No answer contains these ids."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def unwritten_ids(template: ChatTemplate, tokenizer: Tokenizer, end_ids: Collect
     """Return the special ids that a template writes around messages and a model never writes, such as <|im_start|>.
 
     The template renders a question, an answer and a question. The result is the special ids around the answer. End ids
-    are left out, and so are ids that the template puts into the model's own turn after the generation prompt, such as
-    <think>. Tokens of tool calls are not found, because this conversation has no tools.
+    are left out. Ids that the template puts into the model's own turn after the generation prompt, such as <think>, are
+    also left out. Tokens of tool calls are not found, because this conversation has no tools.
 
-    Returns no ids where the template refuses this conversation, or where no end id follows the answer. Without such an
-    end id a model, for example gpt-oss, may go on to another message by itself.
+    Returns no ids if the template refuses this conversation, or if no end id follows the answer. Without such an end id
+    a model, for example gpt-oss, may continue with another message by itself.
     """
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     try:

@@ -1,9 +1,9 @@
-"""The dialects of tool calls: how each family of models writes a call into its text, one family per file.
+"""The dialects of tool calls: how models write a call into their text. Each file of this folder defines one dialect.
 
 A file defines
 
     NAME                              the name of the dialect
-    SIGNS                             sets of texts; a chat template of this dialect contains all texts of some set
+    SIGNS                             sets of texts; a chat template of this dialect has all texts of at least one set
     MARKS                             the texts of the special tokens around and inside calls
     read(scan, tools)                 yields an answer as pieces of text, reasoning and calls
     call(rules, tools, name, schema)  returns the grammar of one call
@@ -60,8 +60,8 @@ class Dialect:
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
         """Return the rule for an answer with one call of these tools, or with several calls if `parallel`.
 
-        may_say: whether text may stand before the calls or in place of them. answer: a rule; if given, only a text that
-        follows this rule may stand in place of the calls.
+        may_say: whether the answer may have text before the calls, or text without calls. answer: the rule for an
+        answer without calls; '' = any text. If `answer` is given, no text may stand before the calls.
         """
         one = rules.add(" | ".join(rules.add(self.call(rules, tools, name, tools.schemas[name])) for name in tools))
         between = self.between if isinstance(self.between, str) else self.between(rules)
@@ -112,10 +112,10 @@ def dialects() -> tuple[Dialect, ...]:
 
 
 def of_template(source: str) -> Dialect | None:
-    """Return the dialect of a chat template, by its signs in the template's text; None where no dialect fits.
+    """Return the dialect of a chat template, by its signs in the template's text; None if no dialect fits.
 
-    Where several dialects fit, the one with the most signs is returned. Where they have equally many signs, the one
-    with the longest signs in total is returned.
+    If several dialects fit, return the dialect with the most signs. Among dialects with equally many signs, return the
+    dialect whose signs have the most characters in total.
     """
     matches = [
         (len(signs), sum(map(len, signs)), one.name)

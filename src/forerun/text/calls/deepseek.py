@@ -35,7 +35,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
+    """Read a call's name and arguments. Returns True for a complete call, None for an incomplete call, else False."""
     scan.begin()
     name, end = yield from scan.collect(MARKS)
     if end != SEPARATOR:

@@ -35,7 +35,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
+    """Read a call's name and arguments. Returns True for a complete call, None for an incomplete call, else False."""
     scan.begin()
     yield from scan.space()
     name, end = yield from scan.collect(("{", *MARKS))
@@ -50,14 +50,14 @@ def _call(scan: Scanner) -> Steps:
 
 
 def _thought(scan: Scanner) -> Steps:
-    """Yield the rest of a channel as reasoning. Marks of further channels that begin inside it are dropped."""
+    """Yield the text up to the end of a channel as reasoning. Marks of further channels inside the text are dropped."""
     yield from scan.skip("thought\n", "thought")
     while (yield from scan.until(CHANNEL, Reasoning)) == CHANNEL[0]:
         yield from scan.skip("thought\n", "thought")
 
 
 def _value(scan: Scanner) -> Steps:
-    """Read one value, and yield it as JSON. Returns whether the value was whole."""
+    """Read one value, and yield the value as JSON. Returns whether the value was complete."""
     yield from scan.space()
     if (quote := (yield from scan.skip(*QUOTES, '"'))) is not None:
         yield CallArguments('"')
@@ -153,7 +153,7 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _any(rules: Rules, quote: str, kind: str) -> str:
-    """Return the rule for any JSON value of one kind. kind: "value" (all kinds), "object", "array" or "text"."""
+    """Return the name of the rule for any JSON value of a kind: "value" (all kinds), "object", "array" or "text"."""
     if "any_value" not in rules.rules:
         number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
         rules.rules |= {

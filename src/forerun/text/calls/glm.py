@@ -1,11 +1,11 @@
-"""Calls as keys and values, as GLM 4.5 and later write them. Values are plain texts or JSON, by the tool's schema.
+"""Calls as keys and values, as GLM 4.5 and later write them.
 
 <tool_call>weather
 <arg_key>city</arg_key>
 <arg_value>Paris</arg_value>
 </tool_call>
 
-Since GLM 4.7 there are no line breaks.
+The tool's schema decides whether a value is a plain text or JSON. Since GLM 4.7 there are no line breaks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
+    """Read a call's name and arguments. Returns True for a complete call, None for an incomplete call, else False."""
     scan.begin()
     name = yield from tool_name(scan)
     mark = yield from scan.skip(KEY[0], MARKS[1])

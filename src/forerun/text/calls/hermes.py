@@ -4,8 +4,8 @@
     {"name": "weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Small models write the object without these tags: alone, as a code block, or between <tools>. Where an answer begins
-with such an object, and the object names a tool, it is a call, too.
+Small models write the object without these tags: alone, as a code block, or between <tools>. If an answer begins with
+such an object, and the object names a tool, then the object counts as a call, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An answer that is a call as JSON, as Llama 3.1 to 3.3 write it. Semicolons separate several calls.
+"""Calls as JSON that are the whole answer, as Llama 3.1 to 3.3 write them. Semicolons separate several calls.
 
 {"name": "weather", "parameters": {"city": "Paris"}}
 """

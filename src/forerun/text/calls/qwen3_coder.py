@@ -1,4 +1,4 @@
-"""Calls as tags within tags, as Qwen 3 Coder and 3.5 write them. Values are plain texts or JSON, by the tool's schema.
+"""Calls as tags within tags, as Qwen 3 Coder and 3.5 write them.
 
 <tool_call>
 <function=weather>
@@ -7,6 +7,8 @@ Paris
 </parameter>
 </function>
 </tool_call>
+
+The tool's schema decides whether a value is a plain text or JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
+    """Read a call's name and arguments. Returns True for a complete call, None for an incomplete call, else False."""
     name = yield from tool_name(scan)
     if not name or not (yield from scan.skip(">")):
         return False
