@@ -4,8 +4,8 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
 `build(options, target) -> Drafter`. If the method reads files, or needs anything else that the memory plan counts, the
 file also holds
 
-    needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known`. Raises
-                                        UserError where the options, or files such as config.json, show that the
+    needs(options, target) -> Needs     returns the needs of the drafter before any weight is read. target: a `Known`.
+                                        Raises UserError if the options, or files such as config.json, show that the
                                         drafter is impossible
 
 A new method also needs its page, docs/methods/<name>.md. `make pages` then writes all lists of drafters in the docs.
@@ -49,12 +49,12 @@ BY_MODEL = "model"  # auto means this where a draft model belongs to the target
 
 @dataclass(frozen=True)
 class Seen:
-    """What a drafter sees of one pass of the target, for one sequence of the pass.
+    """Holds the results of one target pass for one sequence.
 
     Kept tokens are the tokens that the pass ran and that were not rejected. start: the index of the first kept token in
-    the sequence. kept: the rows of the kept tokens in the pass. scored: all rows of the sequence in the pass: the last
-    committed token, draft nodes and extra rows. run: the index of the sequence in the lists of `scores`. scores: the
-    results of the whole pass, for all sequences.
+    the sequence. kept: the row of each kept token in the pass. scored: the range of the sequence's rows in the pass,
+    which are the last committed token, draft nodes and extra rows, or the tokens of a prompt chunk. run: the index of
+    the sequence in the lists of `scores`. scores: the results of the whole pass, for all sequences.
     """
 
     start: int
@@ -65,13 +65,13 @@ class Seen:
 
     @property
     def hidden(self) -> Any:
-        """The hidden states after the final norm of the tokens that were not rejected, [len(kept), H]."""
+        """The target's hidden states, after the final norm, of the tokens that were not rejected, [len(kept), H]."""
         return self.scores.hidden[list(self.kept)]
 
     def layer(self, k: int) -> Any:
-        """Return the residual stream after k layers of the tokens that were not rejected, float32 [len(kept), H].
+        """Return the residual stream after the target's first k layers, float32 [len(kept), H].
 
-        k: one of the drafter's `hidden_layers`.
+        The rows are for the tokens that were not rejected. k: one of the drafter's `hidden_layers`.
         """
         rows, kept = self.scores.taps[k], self.kept
         if len(kept) == len(rows):
@@ -80,28 +80,28 @@ class Seen:
 
     @property
     def tokens(self) -> Seq[int]:
-        """The input tokens of all rows that the sequence has in the pass (`scored`)."""
+        """The input token ids of all rows in `scored`."""
         return self.scores.runs[self.run].tokens
 
     @property
     def rows(self) -> dict[int, int]:
-        """A map from token id to row, counted from the first scored row. Of several rows of an id, a kept row wins."""
+        """The row of each input token id (0 = first scored row). If rows share an id, the last kept row is given."""
         kept = [row - self.scored.start for row in self.kept]
         return {self.tokens[row]: row for row in (*range(len(self.scored)), *kept)}
 
     @property
     def best(self) -> list[int]:
-        """The likeliest next token id at each scored row, lowest on ties; NO_NUMBERS (-1) where logits are not finite.
+        """The likeliest next token id at each row of `scored`; NO_NUMBERS (-1) for a row whose logits are not finite.
 
-        A drafter may read this property without setting `top_logits`. A prompt chunk has no logits, so the list is
-        empty.
+        Of ids with equal logits, the lowest is given. A drafter may read this property without setting `top_logits`. A
+        prompt chunk has no logits, so its list is empty.
         """
         from forerun.sampling import largest
 
         return self.scores.best[self.run] or largest.best(self.scores.logits[self.run])
 
     def top(self, num: int) -> tuple[Ids, Rows]:
-        """Return the ids and logits of the `num` likeliest next tokens at each scored row, two arrays [rows, num].
+        """Return the ids and logits of the `num` likeliest next tokens at each row of `scored`: two arrays [rows, num].
 
         The likeliest token comes first. num: at most the drafter's `top_logits`. A prompt chunk has no logits, so both
         arrays have 0 rows.
@@ -112,16 +112,16 @@ class Seen:
 
 
 def _point(guess: Seq[int]) -> Next | None:
-    """Return the first guessed token as a `Next` with log-probability 0; None where nothing was guessed."""
+    """Return the first token of `guess` as a `Next`, with log-probability 0; None if `guess` is empty."""
     return (lambda num: ((guess[0],), (0.0,))) if guess else None
 
 
 class Drafter:
-    """The base of all drafters. Only `propose` is required; the other methods have defaults that do nothing.
+    """The base class of all drafters. A subclass must define `propose`; the other methods have defaults.
 
-    caught_up: by sequence id, how many tokens the last call of `propose` or `catch_up` ran only to catch up: committed
-    tokens, and tokens of an encoder's input. The tokens that every round runs anyway are not counted. catchup_s: the
-    seconds that these runs took.
+    caught_up: by sequence id, the number of tokens that the drafter's model ran in the last call of `propose` or
+    `catch_up` only to catch up: committed tokens, and tokens of an encoder's input. The tokens that every round runs
+    anyway are not counted. catchup_s: the seconds that the model took for the tokens in `caught_up`.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
@@ -151,7 +151,7 @@ class Drafter:
         return () if self.runner is None else (self.runner,)
 
     def caches(self, seq: Sequence) -> Seq[KVCache]:
-        """Return the caches of the drafter's own models that hold rows of the sequence's tokens."""
+        """Return the KV caches of the drafter's own models that may hold rows of `seq`."""
         return [runner.cache for runner in self.runners]
 
     def lend(self, cache: KVCache) -> None:
@@ -163,20 +163,20 @@ class Drafter:
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """Draft for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
 
-        Every token must be drawn from the distribution in its entry of `probs`, and budget.go_on must be asked before
-        each draw. A drafter that has not caught up with a sequence drafts nothing for that sequence. The drafter may
-        only read `seqs`, because they belong to the step. It may lower the numbers in `budget`.
+        Every token must be drawn from the distribution that the draft's `probs` gives for the token. The drafter must
+        call budget.go_on before each draw. A drafter that has not caught up with a sequence drafts nothing for that
+        sequence. The drafter must not change `seqs`, but it may lower the numbers in `budget`.
         """
         raise NotImplementedError
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Learn from a target pass over these sequences, prompt chunks included. Called after tokens are committed."""
+        """Learn from a target pass, which may include prompt chunks. Called after the pass's tokens are committed."""
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens, all in the target's cache, need not be run again.
+        """Return how many of the first `num_tokens` tokens of `seq` the target need not run again for this drafter.
 
-        A drafter that must see the target's hidden states of every token returns a number below `num_tokens`. The
-        target then runs the tokens after that number again.
+        The target's cache holds all `num_tokens` tokens. A drafter that must see the target's hidden states of every
+        token returns a smaller number. The target then runs the tokens after that number again.
         """
         return num_tokens
 
@@ -184,19 +184,20 @@ class Drafter:
         """Forget a sequence that is finished or aborted."""
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
-        """Guess at most `num_tokens` tokens that follow the committed tokens and then the uncommitted tokens `drafted`.
+        """Guess at most `num_tokens` tokens after the committed tokens of `seq` followed by the tokens `drafted`.
 
-        Runs no model and draws nothing. Returns () where there is no guess. The drafter must not remember `drafted`.
+        The drafter must not remember `drafted`, because these tokens may be rejected. This method runs no model and
+        draws nothing. Returns () if there is no guess.
         """
         return ()
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Return the tokens that may follow each of the nodes levels[b] in the beam search of seqs[b] (seq.hypotheses).
+        """Return the tokens that may follow each node in levels[b], for the beam search of seqs[b] (seq.hypotheses).
 
-        A level lists the last nodes of the beams, and then guessed nodes. The entry of a node is None where there is no
-        guess for the node, or while the drafter has not caught up with the sequence. Drafters that guess by `ahead`
-        return one token for each node. Drafters that cannot guess for several nodes leave `branches` False.
-        catchup_tokens: as in Budget.
+        The first level of a step lists the last nodes of the beams. Each later level lists nodes guessed in that step.
+        The entry of a node is None if there is no guess, or if the drafter has not caught up with the sequence.
+        Drafters that guess by `ahead` return one token for each node. Drafters that cannot guess for several nodes
+        leave `branches` False. catchup_tokens: as in Budget.
         """
         following: list[list[Next | None]] = []
         for seq, nodes in zip(seqs, levels, strict=True):
@@ -205,10 +206,10 @@ class Drafter:
         return following
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.
+        """Run at most `num_tokens` committed tokens of these sequences through the drafter's model, without drafting.
 
-        Called while the target runs the sequences' prompts. Otherwise the first draft would wait until the drafter's
-        own model has run the whole prompt.
+        The tokens of each sequence are run in order. Called while the target runs the sequences' prompts. Otherwise the
+        first draft would wait until the drafter's own model has run the whole prompt.
         """
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
@@ -221,11 +222,11 @@ class Drafter:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """The facts that the memory plan needs about a draft model that a drafter makes from the target.
+    """Describes, for the memory plan, a draft model that a drafter makes from the target.
 
     quantization: the format to which a copy of the target's weights is rounded; None = no copy is made, because the
     draft model reads the target's weights. layers: the target's layers that the draft model runs and caches, ascending;
-    None = all. config: the spec of layers that are not the target's; their weights are counted in `Needs.weights`.
+    None = all. config: the spec of the draft model's own layers, if it has any; `Needs.weights` counts their weights.
     """
 
     quantization: str | None = None
@@ -235,17 +236,17 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """The facts that the memory plan needs about a draft model that a drafter loads.
+    """Describes, for the memory plan, a draft model that a drafter loads from a checkpoint.
 
     path: folder, file, name or hub id; None = the shipped draft model. quantization: the format to which the weights
-    are rounded; None = they stay as they are.
+    are rounded; None = the weights stay as they are stored.
     """
 
     path: str | None = None
     quantization: str | None = None
 
     def weights(self, shipped: str | None) -> Hashable:
-        """Return a key that is equal for checkpoints with the same weights. shipped: the path if `path` is None."""
+        """Return a key that is equal for checkpoints with equal weights. shipped: the path to use if `path` is None."""
         said = self.quantization
         return named.place(self.path or shipped or ""), said if said is None or said == AUTO else Quantization.parse(
             said
@@ -254,11 +255,12 @@ class OwnCheckpoint:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter will need, for the memory plan and for the engine.
+    """Holds the needs of a drafter, for the memory plan and for the engine.
 
-    layers: the inner layers of the target; the drafter reads their outputs (`Drafter.hidden_layers`). loads: the draft
-    model that the drafter loads. makes: the draft model that the drafter makes from the target. weights: the weights
-    that the drafter keeps in memory besides a draft model. parts: the specs of the drafters that the drafter combines.
+    layers: the target's inner layers after which the drafter reads the target's hidden states
+    (`Drafter.hidden_layers`). loads: the draft model that the drafter loads. makes: the draft model that the drafter
+    makes from the target. weights: all further weights that the drafter keeps in memory. parts: the specs of the
+    drafters that the drafter combines.
     """
 
     layers: tuple[int, ...] = ()
@@ -274,11 +276,12 @@ class Needs:
 
 
 class Known(Protocol):
-    """What is known of a target before its weights are read. The engine opens the target once (engine/opened.py).
+    """Holds the facts about a target that are known before its weights are read.
 
-    is_packed: whether the target's weights will be integers of 4 or 8 bits in memory. auto: the spec that the drafter
-    `auto` stands for. shipped_draft: the folder of the draft model that ships with the target; None = there is no such
-    model. kv_cache_tokens: the number of tokens of a drafter's own cache; None = max_batch_size * max_seq_len.
+    The engine opens the target once (engine/opened.py). is_packed: whether the target's weights will be integers of 4
+    or 8 bits in memory. auto: the spec that the drafter `auto` stands for. shipped_draft: the folder of the draft model
+    that ships with the target; None = no draft model ships. kv_cache_tokens: the number of tokens for which a drafter's
+    own cache has room; None = max_batch_size * max_seq_len.
     """
 
     @property
@@ -291,11 +294,11 @@ class Known(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the target has only ids, or where tokenizers are not to be compared."""
+        """The target's tokenizer; None if the target has only ids, or if tokenizers are not to be compared."""
 
     @property
     def fingerprint(self) -> str | None:
-        """The tokenizer fingerprint that files with token ids must name; None = fingerprints are not compared."""
+        """The fingerprint that a file with token ids must have to fit the target; None = fingerprints are ignored."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -311,21 +314,21 @@ class Known(Protocol):
     def kv_cache_tokens(self) -> int | None: ...
     @property
     def next_tokens(self) -> NextTokens | None:
-        """The block for multi-token prediction in the target's files; None where the files have no such block."""
+        """The block for multi-token prediction in the target's files; None if the files have no such block."""
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and Options of a drafter's spec, as this file's `resolve` does, computed once per spec."""
+        """Return the method and the Options of a drafter's spec, as `drafters.resolve` does, but only once per spec."""
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Return another checkpoint, such as a draft model's, opened only once.
+        """Open the checkpoint `name`, such as a draft model's, and return it. Each checkpoint is opened only once.
 
-        Raises what opening raises.
+        Raises the errors that opening a checkpoint raises.
         """
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The method that a spec asks for, the method's Options, and what the drafter will need for a target."""
+    """Holds the method that a spec names, the method's Options, and the drafter's needs for a target."""
 
     method: str
     options: Any
@@ -345,7 +348,7 @@ class Target:
 
     @classmethod
     def of(cls, model: Model, opened: Known, loaded_draft: Checkpoint | None = None) -> Target:
-        """Return a Target with the ids of the opened tokenizer, or else with all ids of the model's vocabulary."""
+        """Return a Target with all ids of the tokenizer, or without a tokenizer all ids of the model's vocabulary."""
         num_ids, tokenizer = model.config.vocab_size, opened.tokenizer
         if tokenizer is None:
             return cls(model, opened, num_ids, loaded_draft=loaded_draft)
@@ -353,35 +356,35 @@ class Target:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the target has only ids."""
+        """The target's tokenizer; None if the target has only ids."""
         return self.opened.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The ids that end an output."""
+        """The token ids that end an output."""
         return self.opened.end_ids
 
     @property
     def max_batch_size(self) -> int:
-        """The most sequences that run together."""
+        """The largest number of sequences that the engine runs together."""
         return self.opened.config.max_batch_size
 
     @property
     def max_seq_len(self) -> int:
-        """The number of tokens that the longest sequence may have."""
+        """The largest number of tokens that a sequence may have."""
         return self.opened.max_seq_len
 
     def operators(self, spec: Spec) -> Operators:
-        """Return the operators for a draft model. Raises UnsupportedModel where the engine's cannot compute it."""
+        """Return the operators that compute a draft model with this spec. Raises UnsupportedModel if none can."""
         target_ops = self.model.ops
         config = cast("Spec", self.model.config)
         name = ops.beside(self.opened.config.ops, target_ops.name, self.model.device, config, spec)
         return target_ops if name == target_ops.name else ops.make(name, self.model.device, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make`, or the result of an earlier call for the same weights: drafters share weights.
+        """Call `make` once for each key `weights`, and return its result, so that drafters share weights.
 
-        weights: a key that is equal for equal weights.
+        weights: a key that is equal for equal weights. A later call with the same key returns the stored result.
         """
         if weights not in self._shared:
             self._shared[weights] = make()
@@ -393,10 +396,10 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     """Return the method and the Options that a spec names.
 
     A spec is `name[:option=value,...]`, `auto`, or a model's folder, name or hub id. auto: the spec that `auto` stands
-    for. looks: whether to look for a folder with the spec's name. If it is False, as for a request's spec, the disk is
-    not read. A spec names a model if it has a path separator, is an existing folder, or is a name from
-    data/models.toml. Raises BadOption for anything unknown. Where other engines use the unknown name for a method, the
-    message gives forerun's name for that method.
+    for. looks: whether to look for a folder with the spec's name; False = do not read the disk, as for a request's
+    spec. A spec names a model if it has a path separator, is an existing folder, or is a name from data/models.toml.
+    Raises BadOption for anything unknown, and NotFound for a missing GGUF or safetensors file. If another engine has a
+    method with the unknown name, the message gives forerun's name for that method.
     """
     if spec == "auto":
         spec = auto
@@ -415,9 +418,9 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
 
 
 def instead(method: str, options: Any) -> tuple[str, Any]:
-    """Return `method` and Options for it, which take over the values of `options` that are not defaults.
+    """Return `method`, and Options of `method` with those values of `options` that are not defaults.
 
-    options: the Options of another method. Raises BadOption where `method` lacks the option of such a value.
+    options: the Options of another method. Raises BadOption if `method` has no option for one of these values.
     """
     usual = type(options)()
     given = {f.name: getattr(options, f.name) for f in fields(options)}
@@ -426,9 +429,9 @@ def instead(method: str, options: Any) -> tuple[str, Any]:
 
 
 def wanted(spec: str, target: Known) -> list[Wanted]:
-    """Return an entry for the drafter that a spec asks for, and entries for the drafters it combines, recursively.
+    """Return a Wanted for the drafter that a spec names, then one for each drafter that it combines, recursively.
 
-    Raises BadOption as `resolve` does, and whatever the methods raise for this target.
+    Raises BadOption as `resolve` does, and the errors of each method's `needs`.
     """
     name, options = target.resolve(spec)
     module = load(__name__, name, "drafter")
@@ -443,12 +446,12 @@ def needs_a_model(name: str) -> str:
 
 
 def has_needs(method: str) -> bool:
-    """Return whether a method has a function `needs`: it reads files, or needs memory that the memory plan counts."""
+    """Return whether a method's file defines `needs`, because the drafter reads files or counts in the memory plan."""
     return hasattr(load(__name__, method, "drafter"), "needs")
 
 
 def make(spec: str, target: Target) -> Drafter:
-    """Build the drafter that a spec names, for a target. Raises BadOption for anything unknown."""
+    """Build the drafter that a spec names, for a target. Raises BadOption for an unknown method or option."""
     name, options = target.opened.resolve(spec)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

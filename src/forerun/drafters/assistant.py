@@ -1,14 +1,15 @@
 """An assistant: a small model that reads its target's keys and values and has none of its own (Gemma 4, 2026).
 
 An assistant runs one row for each guess. The first row joins two vectors: the embedding of the last committed token,
-and the target's hidden state (after the final norm) of the token before. Each block of the assistant reads the target's
-cache: a block with a window reads the target's last layer with a window, and a block without one reads the last layer
-without one. After each guess, the output row is projected to the width of the target's rows, and joined with the
-embedding of the guess. This makes the next input row. All rows have the position of the last committed token, and
-attend to the tokens that this token attends to. So an assistant never runs a prompt, and has no cache.
+and the target's hidden state (after the final norm) of the token before it. Each block of the assistant reads the KV
+cache of one layer of the target: a block with a window reads the target's last layer with a window, and a block without
+a window reads the last layer without one. After each guess, the output row is projected to the width of the target's
+rows, and joined with the embedding of the guess. This makes the next input row. All rows have the position of the last
+committed token, and attend to the tokens that this token attends to. So an assistant never runs a prompt, and needs no
+cache.
 
-The smallest assistants have an ordered LM head. Its rows are sorted into groups, and each group has a centroid. A guess
-computes only the groups with the most promising centroids.
+The smallest assistants have an ordered LM head. The LM head's rows are sorted into groups, and each group has a
+centroid. Only the groups whose centroids have the largest products with the hidden state are computed for a guess.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CENTROIDS, ORDERING = (gemma4_assistant.HEADS + name for name in ("centroids.wei
 
 @dataclass(frozen=True)
 class Options:
-    """Where the assistant lies, how it is kept in memory, and which ids it drafts."""
+    """The options: where the assistant is stored, how its weights are kept in memory, and which ids it drafts."""
 
     path: str | None = option(None, "folder, GGUF file, name or hub id of the assistant")
     quantization: str = field(default=AUTO, metadata=AS_TARGET)
@@ -64,10 +65,11 @@ class Options:
 
 @dataclass(frozen=True)
 class OrderedHead:
-    """An LM head in groups of rows. A guess computes only the groups with the most promising centroids.
+    """An LM head whose rows are sorted into groups. Only the most promising groups are computed for a guess.
 
-    centroids [groups, H]. rows [groups, n, H]. ids [groups, n]: the token id of each row. num_chosen: how many groups
-    are computed. num_ids: only ids below this number are drafted.
+    A group is promising if the product of its centroid and the hidden state is large. centroids [groups, H]. rows
+    [groups, n, H]. ids [groups, n]: the token id of each row. num_chosen: how many groups are computed. num_ids: only
+    ids below this number are drafted.
     """
 
     centroids: Floats
@@ -77,7 +79,7 @@ class OrderedHead:
     num_ids: int
 
     def logits(self, row: Floats) -> tuple[Ids, Floats]:
-        """Return the ids in the chosen groups, in ascending order, and their logits.
+        """Return the token ids in the `num_chosen` most promising groups, ascending, and their logits.
 
         row [H]: the input of the LM head.
         """
@@ -90,10 +92,10 @@ class OrderedHead:
 
 
 class AssistantDrafter(SearchingDrafter):
-    """A drafter that runs an assistant after the tokens that the target has run.
+    """Drafts with an assistant, which reads the target's keys and values.
 
-    ordered: the LM head in groups; None = an LM head without groups, for which the logits of the first `width` ids are
-    computed. short: the object that chooses `width`; None = the width is fixed.
+    ordered: the ordered LM head; None = the assistant has an LM head without groups, and the logits of the first
+    `width` ids are computed. short: the object that chooses `width`; None = the width is fixed.
     """
 
     drafts_behind = False  # the assistant reads the target's hidden states and cache rows of the last committed tokens
@@ -159,13 +161,14 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the stored hidden state is of the last token but one. The last token was not run yet."""
+        """Return whether the target's hidden state of the token before the last committed token is stored."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
-        """Run the assistant on one row of each sequence: a token, and the row [1, size] from the step before.
+        """Run the assistant on one row for each sequence.
 
-        Returns the logits or the best id of each row, and the rows that the next step reads, [n, size].
+        tokens: the token of each row. rows: for each sequence, the row [1, size] from the step before. Returns the
+        logits or the best id after each row, and the rows for the next step, [n, size].
         """
         model = self.model
         positions = [len(seq.tokens) - 1 for seq in seqs]
@@ -188,7 +191,7 @@ class AssistantDrafter(SearchingDrafter):
         return scored, fed
 
     def _ordered(self, row: Floats, best_only: bool) -> Row:
-        """Return the logits for a row [H], or the likeliest id, from the most promising groups of the LM head."""
+        """Return the logits after an LM head input `row` [H], or the likeliest id, from the most promising groups."""
         assert self.ordered is not None
         ids, logits = self.ordered.logits(row.astype(np.float32))
         if len(ids) == 0:  # no id in these groups has a token
@@ -201,7 +204,7 @@ class AssistantDrafter(SearchingDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return how much memory the assistant's weights take. Raises BadOption for anything but a fitting assistant."""
+    """Return the memory needs of the assistant's weights. Raises BadOption if there is no assistant for this target."""
     opened = _opened(options, target)
     tensors = dict(rounded(opened.weights, opened.spec, options.quantization, target).tensors)
     if options.draft_vocab == AUTO and _is_ordered(opened):
@@ -210,7 +213,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read an assistant. Raises BadOption for an assistant of another target, and on a device other than a CPU."""
+    """Build the drafter. Raises BadOption for an assistant of another target, and on a device other than a CPU."""
     opened, model = _opened(options, target.opened), target.model
     if model.device != "cpu":
         raise BadOption("assistant is built for CPUs alone: leave it out, or choose device='cpu'")
@@ -251,10 +254,10 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
 
 
 def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
-    """Return, for each block, the target's layer that the block reads.
+    """Return, for each block of the assistant, the index of the target's layer whose keys and values the block reads.
 
-    For a block with a window, this is the last layer with a window that has cache rows of its own. For any other block,
-    it is the last layer without a window that has cache rows of its own. Raises BadOption where the sizes differ.
+    A block with a window reads the target's last layer that has a window and stores its own keys. A block without a
+    window reads the last layer that has no window and stores its own keys. Raises BadOption if the sizes differ.
     """
     windows = shape.windows or (None,) * shape.num_layers
     last = {windows[layer] is not None: layer for layer in shape.kept}
@@ -273,10 +276,10 @@ def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
 
 
 def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
-    """Return the spec with windows that reach one row less far.
+    """Return the spec with every attention window one row shorter.
 
-    An assistant's row has no keys of its own, and is run in the place of the row before it. So a whole window would see
-    one key too many.
+    An assistant's row has no keys of its own, and is run in the place of the row before it. So a window of full length
+    would include one key too many.
     """
     windows = shape.windows or (None,) * shape.num_layers
     narrowed = list[blocks.Block]()
@@ -290,10 +293,10 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
-    """Return an assistant's ordered LM head; None where the LM head is not ordered.
+    """Return an assistant's ordered LM head; None if the LM head is not ordered.
 
-    The rows stay as stored. If they are stored quantised, they are converted to bfloat16. Raises UnsupportedModel where
-    the order does not have each id once.
+    The rows keep their stored dtype, but quantised rows are converted to bfloat16. Raises UnsupportedModel if the order
+    does not contain each id exactly once.
     """
     if opened.source is None or not _is_ordered(opened):
         return None
@@ -320,7 +323,7 @@ def _is_ordered(opened: OpenedCheckpoint) -> bool:
 
 
 def _said(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return the entries of config.json, with default values for missing entries."""
+    """Return the assistant's entries of config.json, with default values for missing entries."""
     return {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
 
 

@@ -1,8 +1,8 @@
 """Guess the token that most often followed the last one, or draw by these frequencies (Leviathan et al. 2023, 3.6).
 
-Draws have the distribution q(v | u) = (C2[u][v] + k U1[v]) / (sum C2[u] + k) with U1 = C1 / sum C1. So the counts C2 of
-pairs back off to the frequencies U1 of single tokens. Point masses do not back off, so nothing is drafted after a token
-that was never seen.
+With draws=sampled, the token v after the token u is drawn from q(v | u) = (C2[u][v] + k U1[v]) / (sum C2[u] + k). C2
+counts pairs of tokens, and U1 = C1 / sum C1 are the frequencies of single tokens, to which the pairs back off. With
+draws=point there is no back-off, so nothing is drafted after a token that has no counted successor.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from forerun.registry import option
 
 @dataclass(frozen=True)
 class Options(TableOptions):
-    """Where the counts come from, and how they are used."""
+    """The options: the source of the counts, and how tokens are chosen from the counts."""
 
     method = "bigram"
     k: float = option(1.0, "weight of the back-off to single tokens, in occurrences of the last token", min=0.0)
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Make the drafter, with or without a fitted table. Raises UserError for a file of another target."""
+    """Build the drafter from a fitted table or from each text's counts. Raises UserError for another target's file."""
     return tables.drafter(options, target, order=2, k=options.k)

@@ -1,10 +1,11 @@
 """Blockwise parallel decoding: one feed-forward layer guesses k tokens ahead (Stern et al. 2018, arXiv 1811.03115).
 
-One feed-forward layer with k outputs stands after the target's last layer. Each output is added to the layer's input,
-and the sum goes to the target's LM head (section 6 of the paper). Output i guesses the token i places after the next
-one. The pass that verifies one block gives the hidden state from which the next block is guessed. In the paper the
-block itself is decoded, and the base model is trained together with the layer. Here the block is a draft for an
-unchanged target, so any rule may judge it. `forerun train head --method blockwise` makes the layer.
+One feed-forward layer with k outputs reads the target's last hidden state. Each output is added to this hidden state,
+and the sum goes to the target's LM head (section 6 of the paper). Output i, counted from 1, guesses the token i places
+after the next token. The pass that verifies one block also gives the hidden state for guessing the next block. In the
+paper the block itself is decoded, and the base model is trained together with the layer. Here the block is a draft for
+an unchanged target, so any verification rule may judge the block. `forerun train head --method blockwise` trains the
+layer.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from forerun.sampling.largest import Ids
 
 @dataclass(frozen=True)
 class Options:
-    """Where the layer lies."""
+    """The options: the folder of the trained layer."""
 
     path: str | None = option(None, head_files.path_help("blockwise"))
 
 
 class FeedForward:
-    """The layer (a hidden layer that all outputs share) and the LM head after it. ids [n]: the ids that are drafted."""
+    """The trained layer, whose outputs share one hidden layer, and the LM head. ids [n]: the ids that are drafted."""
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, ids: Ids, target: Model) -> None:
         self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
@@ -45,7 +46,7 @@ class FeedForward:
         self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return a function that gives the guesses behind a path (see medusa.TreeHeads).
+        """Return a function that gives the guesses after a path of drafted tokens (see medusa.TreeHeads).
 
         All guesses are computed at once, because no guess depends on the tokens of a path.
         """
@@ -58,9 +59,9 @@ class FeedForward:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return how much memory the layer's weights take.
+    """Return the memory needs of the layer's weights.
 
-    Raises what `build` raises for a folder without such a layer, or with a layer for another tokenizer.
+    Raises the errors of `build` for a folder without such a layer, or with a layer for another tokenizer.
     """
     path = head_files.located(options.path, "blockwise")
     head_files.read_config(path, "blockwise", target.fingerprint)
@@ -68,7 +69,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layer. Raises what shared/head_files.py raises."""
+    """Build the drafter from the layer's folder. Raises the errors of shared/head_files.py."""
     path = head_files.located(options.path, "blockwise")
     config = head_files.read_config(path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, inner = size(config, "num_heads"), size(config, "intermediate_size")

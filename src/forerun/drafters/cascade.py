@@ -1,11 +1,12 @@
 """A draft model with a cheaper drafter that drafts for it (Chen et al. 2023, arXiv 2312.11462; Spector, Re 2023, arXiv
 2308.04623).
 
-The draft model verifies the cheap guesses with its own distribution q, by speculative sampling. So the tokens that it
-emits, corrections included, are distributed as q. The outer rule tests them with q, which is stored for every position.
-A draft may end at a fixed length or at the end of an inner round. It may also end where pacing has looked at the q of a
-position and stops before that position. Each of these decisions depends on earlier tokens alone (docs/exactness.md). So
-a draft costs fewer sequential passes of the draft model, and is as good as a draft of the model alone.
+The draft model verifies the cheaper drafter's guesses with its own distribution q, by speculative sampling. So the
+tokens that it emits, corrections included, are distributed as q. The target's rule then tests these tokens with q,
+which is stored for every position. A draft may end at a fixed length or at the end of an inner round. The pacing policy
+may also end the draft before a position, after reading the q of that position. Each of these decisions depends on
+earlier tokens alone (docs/exactness.md). So a draft needs fewer sequential passes of the draft model, and is as good as
+a draft of the model alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution q of
 
 @dataclass(frozen=True)
 class Options:
-    """Which draft model, and which drafter drafts for it."""
+    """The options: the draft model, and the drafter that drafts for it."""
 
     of: str = option("model", "spec of the draft model, as in (model:path=FOLDER)")
     inner: str = option("lookup", "spec of the drafter that drafts for it")
@@ -43,9 +44,9 @@ class Options:
 
 
 class _InnerCoins:
-    """The random decisions of one inner round, in which the draft model judges one cheap guess.
+    """The random decisions of one inner round, in which the draft model judges one guess of the inner drafter.
 
-    All of these are draws with the coins of the outer round (see `Coins`), on lanes that no other inner round uses.
+    Each decision is a draw with the coins of the outer round, on lanes (see `Coins`) that no other inner round uses.
     start: the depth of the inner round's first token within the outer round. round: the number of the inner round.
     """
 
@@ -74,8 +75,8 @@ class _InnerCoins:
 class _LazyProbs(Seq[Probs]):
     """The draft model's distributions at the positions of one inner round, computed on demand.
 
-    end: the first position, as far as they are computed, where masks leave no token, or else `length`. No token may be
-    drafted from that position on.
+    end: the first computed position at which masks leave no token; `length` if there is none so far. No token may be
+    drafted at that position or later.
     """
 
     def __init__(self, make: Callable[[int], Probs], length: int) -> None:
@@ -97,7 +98,7 @@ class _LazyProbs(Seq[Probs]):
 
 
 class CascadeDrafter(Compound):
-    """A drafter with the draft model `model`, which verifies a guess of the drafter `inner` in each pass."""
+    """Drafts with the draft model `model`. Each pass of the model verifies a guess of the drafter `inner`."""
 
     def __init__(self, model: ModelDrafter, inner: Drafter, inner_length: int) -> None:
         super().__init__([model, inner])
@@ -121,9 +122,9 @@ class CascadeDrafter(Compound):
     def _first_guesses(
         self, limits: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], fed: list[int]
     ) -> dict[int, Draft]:
-        """Return the inner drafter's guesses after the committed tokens of the sequences in `fed`.
+        """Return the inner drafter's guesses after the committed tokens of each sequence whose index is in `fed`.
 
-        A guess leaves room for one more token, which the draft model adds.
+        Each guess leaves room for one more token, because the draft model adds a token to the guess.
         """
         lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
         asked = [b for b in fed if lengths[b]]
@@ -132,7 +133,7 @@ class CascadeDrafter(Compound):
         return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, guesses, strict=True))
 
     def _guess(self, seq: Sequence, drafted: Seq[int], limit: int) -> Draft:
-        """Return the inner drafter's guess after drafted tokens, which the inner drafter must not remember."""
+        """Return the inner drafter's guess after the tokens `drafted`, which the inner drafter does not remember."""
         length = min(self.inner_length, limit - len(drafted) - 1)
         tokens = self.inner.ahead(seq, drafted, length) if length > 0 else ()
         return Draft.chains([tokens], [[Probs.of_point(token) for token in tokens]])
@@ -146,10 +147,10 @@ class CascadeDrafter(Compound):
         is_first: bool,
         reads_logits: bool,
     ) -> dict[int, list[Emitted]]:
-        """Run each sequence's tokens, followed by its guess, through the draft model, and judge the guess.
+        """Run each sequence's tokens and guess through the draft model, and verify the guess with its distributions.
 
-        Returns, by sequence, the emitted tokens, which are distributed as the draft model's own draws. Each token comes
-        with the draft model's distribution and output row for its position.
+        Returns the emitted tokens of each sequence, by index. They are distributed as the draft model's own draws. Each
+        token comes with the draft model's distribution and output row for the token's position.
         """
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
@@ -172,15 +173,15 @@ class CascadeDrafter(Compound):
         return emitted
 
     def _num_known(self, guess: Draft) -> int:
-        """Return how many tokens of a guess come before its first token outside the draft model's vocabulary."""
+        """Return how many tokens of a guess precede its first token outside the draft model's vocabulary."""
         num_ids = self.model.runner.model.config.vocab_size
         return next((i for i, token in enumerate(guess.tokens) if token >= num_ids), len(guess.tokens))
 
     def _cut(self, guess: Draft) -> Draft:
-        """Return a guess, cut after its first token outside the draft model's vocabulary.
+        """Return a guess without the tokens after its first token outside the draft model's vocabulary.
 
-        The inner drafter drew that token, so it must be judged as well. The draft model gives it probability 0, so it
-        is rejected and is never run.
+        That first token stays and must be judged, because the inner drafter drew it. The draft model gives it
+        probability 0, so it is rejected and is never run.
         """
         length = self._num_known(guess) + 1
         return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])
@@ -190,7 +191,7 @@ class CascadeDrafter(Compound):
 
     @staticmethod
     def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
-        """Add the emitted tokens until pacing stops. Returns whether the draft goes on."""
+        """Add emitted tokens to the draft of sequence b until pacing stops. Returns whether the draft may go on."""
         for token, draft_probs, row in emitted:
             depth = len(chain.tokens)
             logits = None if isinstance(row, int) else row
@@ -209,7 +210,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model. Raises BadOption where `of` is no draft model, or where the inner drafter makes trees."""
+    """Build the drafter. Raises BadOption if `of` names no draft model, or if the inner drafter drafts trees."""
     model, inner = made([options.of, options.inner], target)
     if not isinstance(model, ModelDrafter):
         raise BadOption(f"cascade:of={shown(options.of)} is not possible: it is no draft model; name one")

@@ -1,13 +1,13 @@
 """Retrieval from a datastore: find the end of the text in a collection of texts, and draft what followed there (REST).
 
-`forerun train datastore` makes the file from texts (He et al. 2311.08252). The file has the texts' tokens and a suffix
-array: a list of all places in the tokens, sorted by the tokens that begin there. So a binary search finds the places
-where a suffix of the text occurs, in O(log n). The tokens that followed at `num_continuations` of these places, spread
-evenly, are merged into a tree with counts. The likeliest nodes of the tree are drafted.
+`forerun train datastore` writes the datastore's file from texts (He et al. 2311.08252). The file has the tokens of the
+texts and a suffix array: a list of all positions in the tokens, sorted by the tokens that begin at each position. So a
+binary search finds the occurrences of a suffix of the request's text in O(log n). Up to `num_continuations` evenly
+spread occurrences are chosen. The tokens that followed these occurrences are merged into a tree with counts. The
+likeliest nodes of the tree are drafted.
 
-For sampled outputs, the paper's rule for accepting drafted tokens makes one draw for each path, and another draw for
-the next token. So drafted tokens are accepted too often. Here every node is a point mass, and the rule that judges it
-is exact.
+For sampled outputs, the paper's acceptance rule makes one draw for each path, and another draw for the next token. This
+accepts drafted tokens too often. Here every node is a point mass, so the verification rules are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Which file, and how guesses are made from it."""
+    """The options: the datastore's file, and how guesses are made from the file."""
 
     path: str | None = option(None, "file that `forerun train datastore` made")
     max_match: int = option(16, "longest suffix looked for, in tokens", min=1, max=255)
@@ -43,7 +43,7 @@ class Options:
 
 
 class DatastoreDrafter(Drafter):
-    """A drafter that looks up the end of each text in one datastore. No request changes the datastore."""
+    """Drafts by searching one datastore for the end of each text. Requests never change the datastore."""
 
     draws = "point"
     is_free = True
@@ -63,9 +63,9 @@ class DatastoreDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Check the file, and return empty needs, because the memory plan does not count datastores.
+    """Check the datastore's file, and return empty needs, because the memory plan does not count datastores.
 
-    Raises what `build` raises. Where the target has no tokenizer, only `build` checks the file.
+    Raises the errors of `build`. If the target has no tokenizer, only `build` checks the file.
     """
     if target.tokenizer is not None:
         _load(options, target.tokenizer.fingerprint, target.tokenizer.num_ids)
@@ -73,7 +73,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the file. Raises what `artifacts.load` raises, and BadOption where no file is named."""
+    """Build the drafter from the datastore's file. Raises the errors of `stores.load`, and BadOption without a path."""
     fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
     return DatastoreDrafter(options, _load(options, fingerprint, target.num_ids))
 

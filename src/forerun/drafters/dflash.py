@@ -1,21 +1,21 @@
 """DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
 
-The rows of a block are the last committed token and masks. Each row sees the whole block, and a context made of all
-tokens before the block. For each token, the target's residual streams after several layers are concatenated, and one
-matrix product turns them into the token's context. The keys and values of the context are kept for each committed
-token. So K tokens cost one pass, where a draft model needs K passes. Row i does not depend on the tokens drafted before
-it. A token is drawn from the very distribution that its row gives, so every rule for chains judges drafts exactly.
-Embedding and LM head are the target's. Heads of `forerun train head` use only the LM head's rows for the ids that the
-target writes most often. A prefix that the target finds in its cache is not run again, so the context begins after that
-prefix.
+The rows of a block are the last committed token and masks. Each row attends to the whole block, and to a context: one
+vector for each token before the block. To compute this vector, the target's residual streams of the token after several
+layers are concatenated and multiplied by one matrix. The keys and values of the context are cached for each committed
+token. So K tokens cost one pass, while an autoregressive draft model needs K passes. Row i does not depend on the
+tokens drafted before it. Each token is drawn from exactly the distribution of its row, so every rule for chains is
+exact. The layers use the target's embedding and LM head. Heads of `forerun train head` use only the LM head's rows of
+the ids that the target emits most often. A prefix that the target finds in its KV cache is not run again, so the
+context begins after that prefix.
 
 With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
 are known before a token is drafted, so the value of any path is known, too: the product of the probabilities of its
 tokens. A heap finds the paths with the largest values. With `draws=point`, as in the paper, and for greedy requests,
 the tokens of these paths are point masses, which each rule for trees judges exactly. Otherwise siblings are drawn
-without replacement. The r-th drawn sibling is then valued by its rank, at the r-th largest probability, whichever token
-it is. So the decision to draw a child depends on distributions and on tokens drawn before the child, and never on the
-child's own token. Exactness requires this (docs/exactness.md).
+without replacement. The r-th drawn sibling is then valued by its rank: its value uses the r-th largest probability,
+whichever token was drawn. So the decision to draw a child depends on distributions and on tokens drawn before the
+child, and never on the child's own token. Exactness requires this independence (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MOST_WAITING = 32  # features of so many tokens may wait for the next draft; mor
 
 @dataclass(frozen=True)
 class Options:
-    """Which layers, how they are kept in memory, and what is drafted."""
+    """The options: the folder of the layers, how their weights are kept in memory, and the shape of the drafts."""
 
     path: str | None = option(None, head_files.path_help("dflash"))
     quantization: str = option(
@@ -75,12 +75,12 @@ class Options:
 
 @dataclass
 class _Text:
-    """The context of one sequence. Features are the target's residual streams of a token, which the context is made of.
+    """The context of one sequence, which is computed from features: the target's residual streams of each token.
 
-    first: the index of the first token with features. num_kept: the number of tokens with keys and values in the cache.
-    waiting: the features of the tokens after these, which are not in the cache yet. Each pass of the target adds one
-    entry: a list with the features after each layer. is_over: whether the sequence has gone past the model's positions,
-    so that its context is dropped.
+    first: the index of the first token with features. num_kept: the number of tokens, from `first` on, whose keys and
+    values are in the cache. waiting: the features of the tokens after these `num_kept` tokens. Each pass of the target
+    adds one entry: a list with the features after each layer. is_over: whether the sequence is longer than the model's
+    positions allow, so that its context was dropped.
     """
 
     first: int = -1
@@ -99,7 +99,7 @@ class _Text:
 
 
 class DFlashDrafter(Drafter):
-    """A drafter that guesses whole blocks, batched over sequences."""
+    """Drafts whole blocks with DFlash layers, batched over sequences."""
 
     drafts_behind = False  # the layers read the target's rows of the committed tokens
 
@@ -170,7 +170,7 @@ class DFlashDrafter(Drafter):
     def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
         """Run a block after each sequence's context, and return the logits of each sequence's next `most` tokens.
 
-        The logits are one array [len(seqs) * most, ids], sequence by sequence.
+        The result is one array [len(seqs) * most, ids], sequence by sequence.
         """
         block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
         scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
@@ -180,16 +180,16 @@ class DFlashDrafter(Drafter):
         return self.model.logits(self.model.rows.take(scores.hidden, rows))[:, : len(self._ids)]
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the context of all tokens but the last is cached, and a block fits the model's positions."""
+        """Return whether a block can run: the context of all tokens but the last is cached, and there are positions."""
         text, config = self._texts[seq.id], self.config
         is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
         return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
 
     def _remember(self, seqs: Seq[Sequence]) -> None:
-        """Write the keys and values of waiting features into the cache.
+        """Compute the keys and values of waiting features, and write them into the cache.
 
-        Where the cache has no room for all features of a sequence, they keep waiting. A sequence that goes past the
-        model's positions loses its context.
+        If the cache has no room for all waiting features of a sequence, all of them keep waiting. A sequence that
+        exceeds the model's positions loses its context.
         """
         space, feeds = Space(self.cache), list[_Text]()
         runs = list[Run]()
@@ -219,10 +219,10 @@ Child = tuple[int, Probs, float]  # a token, the distribution that goes with it,
 
 
 class Law(NamedTuple):
-    """The distribution from which siblings are drawn.
+    """The distribution from which the children of a node are drawn.
 
-    rates: by rank, the probability that counts as a sibling's value, best first. points: the siblings, where all are
-    chosen at once; () = they are drawn one by one.
+    rates: by rank, the probability that is used as the value of the child with that rank, in descending order. points:
+    the children, if all of them are chosen at once; () = the children are drawn one by one.
     """
 
     probs: Probs
@@ -231,16 +231,16 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the Law by which at most `most` siblings are drawn. kind: see `kind_of` in shared/siblings.py."""
+        """Return the Law for drawing at most `most` children. kind: as `kind_of` in shared/siblings.py returns it."""
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
         return Law(probs, [confidence for *_, confidence in points], points)
 
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
-        """Return the siblings. If they are not chosen already, they are drawn one by one, on demand.
+        """Return an iterator over the children. Children that are not chosen already are drawn one by one, on demand.
 
-        lane: the lane (see `Coins`) of the first sibling's random draw.
+        lane: the lane (see `Coins`) of the first child's random draw.
         """
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
@@ -248,10 +248,10 @@ class Law(NamedTuple):
 
 @dataclass
 class Guess:
-    """The logits that one pass gives for the next K tokens of one sequence, and the distributions made from them.
+    """The logits of one pass for the next K tokens of one sequence, and the distributions made from these logits.
 
-    logits [K, n]: the logits of the ids that may be drafted, by depth. ids [n]: these ids. num_ids: the number of the
-    target's ids. spread: by depth, the logits of all the target's ids, filled in by `whole`.
+    logits [K, n]: by depth, the logits of the ids that may be drafted. ids [n]: the ids that may be drafted. num_ids:
+    the number of the target's ids. spread: by depth, the logits of all the target's ids, filled in by `whole`.
     """
 
     logits: Rows
@@ -261,9 +261,9 @@ class Guess:
     laws: dict[int, Law | None] = field(default_factory=dict)  # by depth, where no path changes them
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token after the drafted tokens; None where no token is left.
+        """Return the distribution of the token after the tokens `drafted`; None if masks leave no token.
 
-        The drafted tokens matter only to penalties and masks.
+        Returns None also without finite logits at that depth. The tokens `drafted` affect only penalties and masks.
         """
         depth = len(drafted)
         if not self.has(depth):
@@ -274,9 +274,9 @@ class Guess:
         return None if following is None else following[0]
 
     def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
-        """Return the Law by which at most `most` siblings are drawn after a path; None where no token is left.
+        """Return the Law for drawing at most `most` tokens after the drafted tokens `path`; None if no token is left.
 
-        Without penalties and masks, all paths of the same depth have the same Law.
+        Without penalties and masks, all paths of the same length have the same Law.
         """
         depth, params = len(path), replace(seq.params, logprobs=None)
         if depth not in self.laws or not only_filters(params, seq.bad_word_ids):
@@ -285,11 +285,11 @@ class Guess:
         return self.laws[depth]
 
     def has(self, depth: int) -> bool:
-        """Return whether there are finite logits for a depth."""
+        """Return whether the largest logit at a depth is finite."""
         return depth < len(self.logits) and bool(np.isfinite(self.logits[depth].max()))
 
     def whole(self, depth: int) -> Logits:
-        """Return the logits of all ids [num_ids], -inf for ids that are not drafted."""
+        """Return the logits of all the target's ids at a depth, [num_ids]; -inf for ids that are not drafted."""
         if depth not in self.spread:
             self.spread[depth] = np.full(self.num_ids, -np.inf, self.logits.dtype)
             self.spread[depth][self.ids] = self.logits[depth]
@@ -299,9 +299,9 @@ class Guess:
 def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
     """Draft the paths with the largest values through the rows of a guess, best first. b: the index in `budget`.
 
-    The value of a path is a product with one factor for each token: the probability of the token's rank in its row. So
-    the value never rises with rank or depth. Therefore the heap of `best_nodes` yields the paths in order without
-    computing all paths.
+    The value of a path is a product of probabilities. The factor of a token that was drawn as the r-th sibling is the
+    r-th largest probability in its row. So values never rise with rank or depth. Therefore the heap of `best_nodes`
+    yields the paths in order without computing all paths.
     """
     most = budget.num_tokens[b]
     tokens, parents, probs = list[int](), list[int](), list[Probs]()
@@ -341,9 +341,9 @@ def _config(path: str, tokenizer: str | None) -> DFlashConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the target's layers that the drafter reads, the spec of its own layers, and the memory for its weights.
+    """Return the needs: the target's layers that the drafter reads, the spec of its own layers, its weights' memory.
 
-    Raises what `build` raises for a folder without DFlash layers, or with layers for another tokenizer.
+    Raises the errors of `build` for a folder without DFlash layers, or with layers for another tokenizer.
     """
     path = head_files.located(options.path, "dflash")
     config = _config(path, target.fingerprint)
@@ -353,7 +353,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layers. Raises what shared/head_files.py raises, and BadOption where the target's sizes differ."""
+    """Build the drafter from a folder. Raises the errors of shared/head_files.py, and BadOption for other sizes."""
     path = head_files.located(options.path, "dflash")
     config = _config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     model = target.model

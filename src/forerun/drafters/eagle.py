@@ -1,15 +1,15 @@
 """EAGLE: one decoder layer that reads hidden states of the target and runs ahead of it (Li et al., arXiv 2503.01840).
 
-Row i pairs the features of token i (the target's residual stream after a few layers, joined by one matrix product) with
-the embedding of token i+1, and guesses token i+2. For tokens that the target has not run, the head's own output of the
-step before takes the place of the features. After a round the cache rows of such tokens are dropped, and the accepted
-tokens are run with the target's features. `forerun train head --method eagle` makes a head.
+Row i joins the features of token i with the embedding of token i+1, and guesses token i+2. The features of a token are
+the target's residual streams after a few layers, joined by one matrix product. For tokens that the target has not run,
+the head's own output of the step before replaces the features. After a round, the cache rows of these tokens are
+dropped, and the accepted tokens are run with the target's features. `forerun train head --method eagle` trains a head.
 
-As in EAGLE-3, the features come from several layers, and the head learns on its own outputs. Unlike in EAGLE-3, one
+As in EAGLE-3, the features come from several layers, and the head is trained on its own outputs. Unlike in EAGLE-3, one
 matrix product makes the layer's input from embedding and features, as in EAGLE-1. So the layer is an ordinary decoder
 layer: training can start from the target's last layer, and native operators run the layer in one call. The head's LM
-head is a part of the target's, because only the ids that the target writes most often are drafted. A prefix that the
-target finds in its cache is not run again, so the head begins after that prefix.
+head consists of the target's LM head rows for the ids that the target emits most often, so only these ids are drafted.
+A prefix that the target finds in its cache is not run again, so the head begins after that prefix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROUND_ROWS = 32  # waiting rows that a round may run; more than that is catching
 
 @dataclass(frozen=True)
 class Options:
-    """Which head, and how it is kept in memory."""
+    """The options: the folder of the head, and how its weights are kept in memory."""
 
     path: str | None = option(None, head_files.path_help("eagle"))
     quantization: str = option(
@@ -61,11 +61,12 @@ class Options:
 
 @dataclass
 class _Text:
-    """The head's state for one sequence. Features are the target's hidden states of a token, which the head reads.
+    """The head's state for one sequence. The head reads features: the target's hidden states of each token.
 
-    first: the index of the first token with features. waiting: joined features that the head has not run yet. seen: the
-    features of the next `num_seen` tokens, not joined yet. Each pass of the target adds one entry: a list with the
-    features after each layer. num_run: the number of cache rows that were run with the target's features.
+    first: the index of the first token with features. waiting: features that are joined, and that the head has not run
+    yet. seen: the features of the `num_seen` tokens after these, which are not joined yet. Each pass of the target adds
+    one entry: a list with the features after each layer. num_run: the number of cache rows run with the target's
+    features.
     """
 
     first: int = -1
@@ -130,7 +131,7 @@ class EagleDrafter(SearchingDrafter):
                 self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run the head on the waiting features, except on the last one. The round itself runs the last one."""
+        """Run the head on all waiting features except the last token's features, which the next round runs."""
         feeds: list[tuple[Sequence, int]] = []
         space = Space(self.runner.cache)
         self.caught_up, self.catchup_s = {}, 0.0
@@ -179,9 +180,9 @@ class EagleDrafter(SearchingDrafter):
         return self._texts[seq.id].num_waiting
 
     def _limits(self, seqs: Seq[Sequence], budget: Budget) -> list[int]:
-        """Return how many tokens to draft for each sequence, within the head's positions and the room in its cache.
+        """Return how many tokens to draft for each sequence, limited by the head's positions and the room in its cache.
 
-        The number is 0 where features are missing, or where more features are waiting than one round may run.
+        The number is 0 if features are missing, or if more features are waiting than one round may run.
         """
         space, limits = Space(self.runner.cache), list[int]()
         for b, seq in enumerate(seqs):
@@ -196,10 +197,10 @@ class EagleDrafter(SearchingDrafter):
         return limits
 
     def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False) -> list[tuple[Row, Any]]:
-        """Run the head on the first waiting features of these sequences, each with the token after it.
+        """Run the head on the first waiting features of each sequence. Each feature is joined with the token after it.
 
-        The cache rows are kept. feeds: sequences, and how many features to run for each. wanted: as in Run.logits.
-        Returns what `_last` returns; [] with wanted="none".
+        The cache rows are kept. feeds: each sequence, and the number of its features to run. wanted: as in Run.logits.
+        Returns the result of `_last`; [] with wanted="none".
         """
         if not feeds:
             return []
@@ -230,7 +231,7 @@ class EagleDrafter(SearchingDrafter):
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
-        """Take the first `num` waiting features of a sequence, and return a Run of them with the tokens after them."""
+        """Remove the first `num` waiting features, and return a Run that joins each feature with its next token."""
         text = self._texts[seq.id]
         self._join(text)
         features = self.model.rows.join(text.waiting)
@@ -241,7 +242,7 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """Take all features of a sequence that has no joined features, and return a Run of the tokens after them."""
+        """Remove all features of a sequence without joined features, and return a Run of the tokens after them."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run += text.num_seen
@@ -250,7 +251,7 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
-        """Run the head on one drafted token of each sequence, with the last step's output as the token's features."""
+        """Run the head on one drafted token of each sequence. feeds: sequence, token, and the head's last output."""
         if not feeds:
             return []
         runs = [
@@ -262,21 +263,21 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """Return for each run the logits or the best id of its last row, and the output that the next step reads."""
+        """Return, for the last row of each run, its logits or best id, and the output row that the next step reads."""
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
 
     def _by_layer(self, seen: Seq[list[Any]]) -> list[Any]:
-        """Return for each layer the target's features of several passes, joined to one array [n, H]."""
+        """Join the target's features of several passes. Returns one array [n, H] for each layer."""
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Return whether the largest logit's id is enough to draft a token, and the runner can return just this id."""
+        """Return whether a draw needs only the id of the largest logit, and the runner can return this id alone."""
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token, unless pacing stops here or masks leave no token. Returns whether another may follow."""
+        """Draw one more token, unless pacing stops or masks leave no token. Returns whether another one may follow."""
         following = next_of(row, seq, chain.tokens, self._ids, self._spread)
         return following is not None and chain.grow(*following, seq, b, budget, coins)
 
@@ -292,9 +293,9 @@ def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the target's layers that the head reads, the spec of its own layers, and how much memory its weights take.
+    """Return the needs: the target's layers that the head reads, the spec of its own layers, and its weights' memory.
 
-    Raises what `build` raises for a folder that holds no head, or a head of another tokenizer.
+    Raises the errors of `build` for a folder that holds no head, or a head of another tokenizer.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
@@ -311,10 +312,10 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read a head.
+    """Build the drafter from a head's folder.
 
-    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption where the head's sizes do not
-    fit the target's.
+    Raises the errors of shared/head_files.py and shared/head_layouts.py, and BadOption if the head's sizes do not fit
+    the target's.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
@@ -332,16 +333,16 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def cache_of(model: HeadModel, target: Target) -> KVCache:
-    """Make a head's cache. It drops no rows for windows, as the target's hidden states of a text are seen only once."""
+    """Make a head's cache. It keeps all rows even with windows, because the target's hidden states come only once."""
     return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 
 def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
     """Return the format to which a head's weights are rounded; None = no rounding.
 
-    is_own: whether the head is made by `forerun train head`, and not published by others. With `auto`, an own
-    head is rounded to 8 bits, because a pass reads all of its weights, and the head drafts as well with 8 bits as with
-    16. A published head keeps its weights, unless the target is packed.
+    is_own: whether `forerun train head` trained the head; False = others published the head. With `auto`, an own head
+    is rounded to 8 bits, because a pass reads all of its weights, and the head drafts as well with 8 bits as with 16. A
+    published head keeps its weights, unless the target is packed (weights of 4 or 8 bits).
     """
     shapes = {**input_shapes(config), **layer_shapes(config)}.values()
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)

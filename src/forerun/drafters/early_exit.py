@@ -1,10 +1,10 @@
 """Some layers of the target as the draft model: its first layers, or the layers that a search has chosen.
 
-After the last of these layers come the target's final norm and LM head, as in LayerSkip, which exits early (Elhoushi et
-al. 2024, arXiv 2404.16710), and in Draft & Verify, which skips layers (Zhang et al. 2023, arXiv 2309.08168). The
-weights are the target's own, so they take no further memory. The draft model has a cache for the layers that it runs.
-The target cannot use the keys and values in this cache, because skipped layers have none, and layers after a skipped
-layer compute theirs from other inputs.
+After these layers come the target's final norm and LM head. LayerSkip exits early in this way (Elhoushi et al. 2024,
+arXiv 2404.16710), and Draft & Verify skips layers (Zhang et al. 2023, arXiv 2309.08168). The weights are the target's
+own, so they take no further memory. The draft model has its own KV cache for the layers that it runs. The target cannot
+use these keys and values: skipped layers have none, and layers after a skipped layer compute theirs from inputs that
+differ from the target's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KIND = "skip"  # the kind of the file that `forerun train skip` writes
 
 @dataclass(frozen=True)
 class Options:
-    """Which layers draft, and how they draw."""
+    """The options: the layers of the draft model, and how tokens are drawn."""
 
     layers: int | None = option(None, "number of first layers that draft; none = a third", min=1)
     path: str | None = option(None, "file of `forerun train skip` with the layers that draft; none = the first ones")
@@ -47,7 +47,7 @@ class Options:
 
 
 def _skipped(text: str) -> set[int]:
-    """Return the layer numbers in a text such as 3+7+11. Raises BadOption for anything else, and for repetitions."""
+    """Return the layer numbers in a text such as 3+7+11. Raises BadOption for other texts, and for repeated numbers."""
     numbers = [int(part) if re.fullmatch("[0-9]{1,4}", part) else -1 for part in parse_list(text)]
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise BadOption(f"early_exit:skip={shown(text)} is not possible: write each layer once, as in 3+7+11")
@@ -55,10 +55,11 @@ def _skipped(text: str) -> set[int]:
 
 
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
-    """Return which of a target's `num_layers` layers draft, in ascending order.
+    """Return the layers that draft, out of a target's `num_layers` layers, as ascending indices.
 
-    fingerprint: the fingerprint of the target's ids that a file must name; None = not compared. Raises BadOption where
-    a layer does not exist in the target, where no layer is left, and for a file fitted for another number of layers.
+    fingerprint: the fingerprint of the target's ids that a file must name; None = not compared. Raises the errors of
+    `artifacts.load`, and BadOption if a layer does not exist in the target, if no layer is left, or if a file was
+    fitted for another number of layers.
     """
     if options.skip is not None:
         skipped = _skipped(options.skip)
@@ -84,13 +85,13 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model to make: layers of the target, with the target's weights. Raises what `chosen` raises."""
+    """Return the needs: a draft model made of some of the target's layers. Raises the errors of `chosen`."""
     layers = chosen(options, target.num_layers, target.fingerprint)
     return Needs(makes=OwnModel(layers=tuple(layers)))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Make a drafter of some of the target's layers. Raises what `chosen` and `artifacts.load` raise."""
+    """Build the drafter. Raises the errors of `chosen`, and BadOption if a layer needs the keys of a left-out layer."""
     fingerprint = artifacts.fingerprint(target.tokenizer, target.num_ids)
     layers = chosen(options, target.model.config.cache_shape.num_layers, fingerprint)
     config = target.model.config

@@ -1,13 +1,13 @@
 """Draft the text that the request's grammar forces: keys, punctuation, the rest of a choice.
 
-The draft has the tokens in which the tokenizer writes the forced text, as far as these tokens are certain. If more text
-may follow, it can change how the end of the forced text is split into tokens, so the draft stops one token earlier
+The draft has the tokens into which the tokenizer splits the forced text, as far as these tokens are certain. Text that
+may follow the forced text can change how its end is split into tokens. In that case the draft stops one token earlier
 (llguidance's fast-forward tokens). The target gives each drafted token probability 1, because the same grammar masks
 the target's distribution. So one pass runs all keys of an object, as it would run a prompt, and no rule rejects a key
 (jump-forward decoding of SGLang, Zheng et al. 2024, arXiv 2312.07104).
 
-The engine asks this drafter first, for every request that has a grammar and may draft. Where the grammar leaves a
-choice, the request's own drafter drafts. Without a grammar this drafter drafts nothing.
+The engine asks this drafter first, for every request that has a grammar and may draft. If the grammar allows several
+next tokens, the request's own drafter drafts. Without a grammar this drafter drafts nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Options:
 
 
 class ForcedDrafter(Drafter):
-    """A drafter that asks the grammar of each sequence for the tokens that must come next."""
+    """Drafts the tokens that the grammar of each sequence forces."""
 
     draws = "point"
     is_free = True

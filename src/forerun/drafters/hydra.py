@@ -1,11 +1,11 @@
 """Hydra: Medusa's heads, which also read the tokens drafted before their own (Ankner et al. 2024, arXiv 2402.05109).
 
 Head k (counted from 0) reads the hidden state of the last token that the target has run, the embedding of the next
-token, and the embeddings of the k drafted tokens on the path. So the guess fits the path, while a head of Medusa
-guesses for the average of all paths. The draft is Medusa's tree of point masses. It grows depth by depth, and the nodes
-of one depth are one batch. `forerun train head --method hydra` makes heads. Their LM head consists of the target's rows
-for the ids that the target writes most often. Published heads bring LM heads along. The prefix layer of Hydra++ is
-refused.
+token, and the embeddings of the k drafted tokens on the path. So a guess fits its path, while a Medusa head guesses for
+the average of all paths. The draft is a tree of point masses, as in Medusa. It grows depth by depth, and the nodes of
+one depth are one batch. `forerun train head --method hydra` trains heads. Their LM head consists of the target's LM
+head rows for the ids that the target emits most often. Published heads include their own LM heads. Heads with the
+prefix layer of Hydra++ are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST = ("linear", "res_connection")  # the layers of the first block; their inp
 
 @dataclass(frozen=True)
 class Options:
-    """Which heads, and the shape of the draft."""
+    """The options: the folder of the heads, and the shape of the draft."""
 
     path: str | None = option(None, head_files.path_help("hydra"))
     shape: str = option("3x2x1x1", "children of a node by depth, as in 3x2x1; 1x1x1 = a chain")
@@ -41,7 +41,7 @@ class Options:
 
 
 def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the blocks of all heads, by their published names."""
+    """Return the shapes of the weights in the blocks of all heads, by their published names."""
     by_name: dict[str, tuple[int, ...]] = {}
     for head in range(num_heads):
         layers = {f"0.{name}": (head + 2) * width for name in FIRST}
@@ -53,10 +53,10 @@ def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, 
 
 
 class HydraHeads:
-    """The heads of one target.
+    """The Hydra heads of one target.
 
-    ids [n]: the ids that the heads draft, ascending. weights: the tensors by their published names. Without LM heads in
-    them, the heads use rows of the target's LM head.
+    ids [n]: the ids that the heads draft, ascending. weights: the tensors by their published names. If `weights` has no
+    LM heads, all heads use the target's LM head rows for `ids`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HydraHeads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see medusa.TreeHeads), which computes all nodes of one depth at once."""
+        """Return a function that guesses the children of all nodes of one depth at once (see medusa.TreeHeads)."""
 
         def at(depth: int, nodes: Seq[tuple[int, Seq[int]]]) -> list[list[int]]:
             paths = [(last[row], *path) for row, path in nodes]
@@ -108,14 +108,14 @@ def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return how much memory the heads' weights take. Raises what `build` raises for a folder without fitting ones."""
+    """Return the memory needs of the heads' weights. Raises the errors of `build` if there are no fitting heads."""
     path = head_files.located(options.path, "hydra")
     _read_config(path, target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the heads. Raises what shared/head_files.py raises, and UnsupportedModel for other kinds of heads."""
+    """Build the drafter. Raises the errors of shared/head_files.py, and UnsupportedModel for other kinds of heads."""
     path = head_files.located(options.path, "hydra")
     config = _read_config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, num_blocks = size(config, "hydra_num_heads"), size({"hydra_num_layers": 1, **config}, "hydra_num_layers")

@@ -1,18 +1,19 @@
 """LogitSpec: look up continuations of the likeliest tokens by the target's last logits (Liu et al. 2025).
 
-A search in the text finds nothing where the text's last tokens have not occurred before. But the logits from which the
+A search in the text finds nothing if the text's last tokens have not occurred before. But the logits from which the
 last token was chosen also help to guess the next token, because a token that was nearly chosen often comes next (arXiv
 2507.01449, section 3). So the likeliest ids of these logits, without the chosen id, are candidates for the next token.
-The target may have run the last token's id before, perhaps in a rejected guess. Then the ids that were likeliest after
-the most recent occurrence come first among the candidates. This is Token Recycling (Luo et al. 2024, arXiv 2408.08696).
+If the target has run the last token's id before, perhaps in a rejected guess, there are further candidates: the ids
+that were likeliest after the most recent occurrence. They come first. This is Token Recycling (Luo et al. 2024, arXiv
+2408.08696).
 
-A draft is one tree. It begins with the tokens that followed the longest end of the text that occurred before. Then the
-candidates are added in order, until the budget is used up. If a candidate once followed an earlier occurrence of the
-text's end, the tokens that came next there are added after it. So one search, for the earlier occurrences of the text's
-end, serves all candidates.
+A draft is one tree. The longest end of the text that occurred before is found, and the tokens that followed it are the
+first nodes. Then the candidates are added in order, until the budget is used up. If a candidate once followed an
+earlier occurrence of the text's end, the tokens that came next there are added after it. So one search, for the earlier
+occurrences of the text's end, serves all candidates.
 
 Every node is a point mass. It depends on committed tokens and on logits of earlier passes, and on no random draw of
-this round. So each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
+this round. So each rule for such trees keeps the target's distribution (docs/methods/logitspec.md).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_ROWS = 16384  # tokens whose likeliest followers are kept; the longest unsee
 
 @dataclass(frozen=True)
 class Options:
-    """Which candidates there are, and how far each is followed."""
+    """The options: the number of candidates, and how many tokens are drafted after each candidate."""
 
     top: int = option(16, "candidates from the logits behind the token before the last", min=1, max=64)
     recycled: int = option(8, "candidates before these, by an earlier row of the last token; 0 = none", min=0, max=64)
@@ -47,7 +48,7 @@ class Options:
 
 
 class Likely:
-    """The target's likeliest next ids in one sequence: at its end, and after each token that the target has run."""
+    """The target's likeliest next ids in one sequence: at the end of its text, and after each token that was run."""
 
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
@@ -55,10 +56,10 @@ class Likely:
         self.behind = Matrix(MAX_ROWS)  # token -> the ids that were likeliest after it
 
     def read(self, seen: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
-        """Learn from a pass.
+        """Learn from a target pass.
 
-        ids: the likeliest ids at each scored row, best first. num_behind: how many of a row's ids are kept as followers
-        of the row's input token.
+        ids: the likeliest ids at each scored row, best first. num_behind: how many of these ids to store as likely
+        successors of the row's input token.
         """
         self.rivals = ids[seen.kept[-1] - seen.scored.start]
         self.place = seen.start + len(seen.kept)
@@ -67,7 +68,7 @@ class Likely:
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:
-        """Return the ids that may follow the last token of a sequence, the most promising first."""
+        """Return the candidates for the next token of a sequence, the most promising id first."""
         chosen = seq.tokens[-1]
         recycled = self.behind.rows.get(seq.tokens[-1], ())
         # After forced tokens, which are not committed yet, the logits that chose the last token are unknown.
@@ -76,7 +77,7 @@ class Likely:
 
 
 class LogitSpecDrafter(TextDrafter[Tokens]):
-    """A drafter that keeps each sequence's tokens and the target's likeliest ids, and drafts trees of point masses."""
+    """Drafts trees of point masses from each sequence's tokens and the target's likeliest ids."""
 
     shape = "tree"
 
@@ -126,8 +127,8 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
     """Return the tokens that followed earlier occurrences of the text's end, each with its indices in the text.
 
-    The latest index comes first. If a token followed several suffixes of the text, only its indices after the longest
-    of these suffixes are returned. occurrences: the occurrences of the suffixes, the shortest suffix first.
+    The latest index comes first. If a token followed several suffixes of the text, only the indices after the longest
+    of these suffixes are returned. occurrences: the occurrences of each suffix, the shortest suffix first.
     """
     places: dict[int, list[int]] = {}
     for level in occurrences:
@@ -139,9 +140,9 @@ def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int
 
 
 def add(guess: Guess, nodes: dict[tuple[int, int], int], chain: Guess, most: int) -> None:
-    """Add a chain to a tree of at most `most` nodes. The chain branches off where it leaves an existing path.
+    """Add a chain to a tree of at most `most` nodes. The chain branches off where it differs from existing paths.
 
-    nodes: (parent, token) -> node of the tree.
+    nodes: maps (parent, token) to the node of the tree.
     """
     parent = -1
     for token, prob in zip(chain.tokens, chain.probs, strict=True):

@@ -1,11 +1,11 @@
 """Lookahead decoding: the target guesses, by Jacobi iteration beside the text (Fu et al. 2024, arXiv 2402.02057).
 
-A window of guessed tokens, with W columns and N - 1 levels, stands after the last committed token. Each pass scores the
+A window of guessed tokens, with W columns and N - 1 levels, follows the last committed token. Each pass scores the
 window as extra rows. The likeliest token after the deepest level of a column extends that column to an n-gram of N
-tokens. The n-gram goes into a pool under its first token. Then the column loses its first token and gets the new token
-at its end. Column 0 begins with the last committed token. Level 0 is a chain over all columns, and a token of a deeper
-level follows the token above it in the same column. So the token at level l of column j follows the tokens of level 0
-up to column j, and then the tokens of levels 1 to l - 1 of column j.
+tokens. The n-gram is stored in a pool under its first token. Then the column drops its first token and gets the new
+token at its end. Column 0 begins with the last committed token. Level 0 is a chain over all columns. The parent of a
+token on a deeper level is the token of the same column one level above. So the token at level l of column j follows the
+tokens of level 0 up to column j, and then the tokens of levels 1 to l - 1 of column j.
 
 A draft has the pool's continuations of the last committed token, merged into a tree of point masses. The window uses
 the target's likeliest tokens at any temperature, and draws nothing.
@@ -24,7 +24,7 @@ from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """The sizes of the window and of the pool."""
+    """The options: the sizes of the window and of the pool."""
 
     window: int = option(2, "columns of the window (W)", min=1, max=32)
     ngram: int = option(4, "tokens of an n-gram (N)", min=2, max=16)
@@ -33,14 +33,14 @@ class Options:
 
 
 class Pool:
-    """A map from a token to its latest continuations, newest first, at most `guesses` for each token."""
+    """Stores the latest continuations of each token, newest first, at most `guesses` for each token."""
 
     def __init__(self, guesses: int) -> None:
         self.ngrams: dict[int, list[tuple[int, ...]]] = {}
         self._guesses = guesses
 
     def put(self, first: int, rest: tuple[int, ...]) -> None:
-        """Add an n-gram, or make a known n-gram the newest. If `first` has too many n-grams, its oldest is dropped."""
+        """Store `rest` as the newest continuation of `first`. Of more than `guesses`, the oldest is dropped."""
         known = self.ngrams.setdefault(first, [])
         if rest in known:
             known.remove(rest)
@@ -52,8 +52,8 @@ class Pool:
 class Window:
     """The columns of guessed tokens of one request.
 
-    columns [W][N - 1]: the tokens of each column, level 0 first. ages [W]: how many of the target's guesses were added
-    to each column since the request began. The tokens that a column has at first are taken from the text.
+    columns [W][N - 1]: the tokens of each column, level 0 first. The first tokens of a column are taken from the text.
+    ages [W]: how many guesses of the target were added to each column since the request began.
     """
 
     def __init__(self, columns: list[list[int]]) -> None:
@@ -61,16 +61,17 @@ class Window:
 
     @staticmethod
     def spread(text: Seq[int], width: int, levels: int) -> Window:
-        """Return a window of tokens taken from the text at even distances."""
+        """Return a window filled with tokens of the text at even distances. width: W. levels: N - 1."""
         num = width * levels
         tokens = [text[i * len(text) // num] for i in range(num)]
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the rows of the last level.
+        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and each column's last row.
 
-        Level 0 of column 0 is the last committed token, which needs no extra row. The rows of the last level are
-        indices among the sequence's rows of the pass: 0 is the last committed token, and the draft nodes come next.
+        Level 0 of column 0 is the last committed token, which needs no extra row. A column's last row is an index among
+        the sequence's rows of the pass: row 0 is the last committed token, then come the draft nodes and the extra
+        rows.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width
@@ -84,10 +85,10 @@ class Window:
         return Extra(tokens, parents), [index + 1 for index in above]
 
     def advance(self, likeliest: Seq[int]) -> list[tuple[int, ...]]:
-        """Add one token to each of the first columns. Returns the n-grams that the target has guessed.
+        """Move the first columns on by one token each. Returns the n-grams that the target has guessed.
 
-        likeliest: the tokens to add, by column. An n-gram is returned if the target has guessed all its tokens, except
-        perhaps the first one.
+        likeliest: the token to add to each column. An n-gram is returned only if the target has guessed all of its
+        tokens; its first token need not be a guess.
         """
         ngrams = []
         for j, token in enumerate(likeliest):
@@ -103,8 +104,8 @@ class Window:
 class _State:
     """The state of one request.
 
-    ends: by column, the row of the window's last level in the pass that verifies the last draft. asked: the input
-    tokens of all the sequence's rows in that pass. Both are empty where the draft had no window.
+    ends: for each column, the row of its last level in the pass that verifies the last draft. asked: the input tokens
+    of all the sequence's rows in that pass. Both lists are empty if the last draft had no window.
     """
 
     window: Window
@@ -151,16 +152,16 @@ class LookaheadDrafter(Drafter):
                 self._read(seq, state, view.start + len(view.kept) + 1)
 
     def _read(self, seq: Sequence, state: _State, stop: int) -> None:
-        """Put the unread n-grams of the first `stop` tokens into the pool."""
+        """Add the n-grams of the first `stop` tokens to the pool, except those that were added before."""
         num = self.options.ngram
         for i in range(state.num_read, stop - num + 1):
             state.pool.put(seq.tokens[i], tuple(seq.tokens[i + 1 : i + num]))
             state.num_read = i + 1
 
     def _draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Draft guesses from the pool, followed by the window.
+        """Draft guesses from the pool, and add the window as extra rows.
 
-        The guesses leave room for the window: for as many whole columns as fit into half of the budget.
+        The guesses leave room for as many whole columns of the window as fit into half of the budget.
         """
         state, most = self._states[seq.id], budget.num_tokens[b]
         draft = self._guesses(seq, b, budget, most - self._num_rows(self._width(most // 2)))

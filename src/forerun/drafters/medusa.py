@@ -1,10 +1,10 @@
 """Medusa: heads that guess several tokens ahead from the target's last hidden state (Cai et al. 2024, 2401.10774).
 
 Head k is a residual block on the hidden state of the last token that the target has run. It guesses the token k places
-after the next one, no matter which tokens come between. The draft is a fixed tree. The children of a node are the
-likeliest ids of the head for the children's depth. All nodes are point masses, so every rule that judges them is exact.
-The published typical acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa`
-makes heads. Their LM head consists of the target's rows for the ids that the target writes most often.
+after the next token, whichever tokens come between. The draft is a tree of fixed shape. The children of a node are the
+likeliest ids of the head for the children's depth. All nodes are point masses, so the verification rules are exact. The
+published typical acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa` trains
+heads. Their LM head consists of the target's LM head rows for the ids that the target emits most often.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 @dataclass(frozen=True)
 class Options:
-    """Which heads, and the shape of the draft."""
+    """The options: the folder of the heads, and the shape of the draft."""
 
     path: str | None = option(None, head_files.path_help("medusa"))
     shape: str = option("3x2x1x1", "children of a node by depth, as in 3x2x1; 1x1x1 = a chain")
@@ -43,7 +43,7 @@ class Options:
 
 
 def widths(shape: str, method: str = "medusa") -> list[int]:
-    """Return how many children a node has, by depth, from a shape such as 3x2x1. Raises BadOption."""
+    """Return the number of children of a node, by depth, from a shape such as 3x2x1. Raises BadOption if invalid."""
     numbers = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
     if not all(0 < width <= len(SHARES) for width in numbers):
         raise BadOption(f"{method}:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
@@ -56,24 +56,24 @@ Following = Callable[[int, Seq[tuple[int, Seq[int]]]], list[list[int]]]
 
 
 class TreeHeads(Protocol):
-    """Heads that guess the tokens of a tree. There is one head for each depth."""
+    """Heads that guess the tokens of a tree, one head for each depth."""
 
     num_heads: int
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
         """Return a function that guesses `num` children for each node of a depth, with the first `num_heads` heads.
 
-        hidden [B, H]: the target's last hidden state of each sequence. last [B]: the last committed token of each
-        sequence, which the target has not run yet.
+        hidden [B, H]: each sequence's hidden state of the last token that the target has run. last [B]: the last
+        committed token of each sequence, which the target has not run yet.
         """
 
 
 class Heads:
-    """The heads of one target. ids [n]: the ids that the heads draft.
+    """The Medusa heads of one target. ids [n]: the ids that the heads draft.
 
-    weights: the tensors by name. Each head has residual blocks. Each head may bring along an LM head
-    `lm_head.{head}.weight` [n, H], or all heads may share the LM head `lm_head.weight`. Otherwise the heads use the
-    target's LM head.
+    weights: the tensors by name: residual blocks for each head, and perhaps LM heads. Each head may have its own LM
+    head `lm_head.{head}.weight` [n, H], or all heads may share the LM head `lm_head.weight`. Without LM heads in
+    `weights`, the heads use the target's LM head.
     """
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, num_blocks: int, ids: Ids, target: Model) -> None:
@@ -96,7 +96,7 @@ class Heads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see TreeHeads).
+        """Return a function that gives the guesses for the nodes of a depth (see TreeHeads).
 
         All heads are computed at once, because no head reads the tokens of a path.
         """
@@ -104,7 +104,7 @@ class Heads:
         return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
     def guesses(self, hidden: Any, num_heads: int, num: int) -> list[list[list[int]]]:
-        """Return each head's `num` likeliest ids for each hidden state [B, H], best first, as [B][head][num]."""
+        """Return, for each hidden state of `hidden` [B, H], the `num` likeliest ids of each head, as [B][head][num]."""
         heads = self._heads[:num_heads]
         rows = [head.rows([hidden]) for head in heads]
         each = [head.logits(read) for head, read in zip(heads, rows, strict=True)] if self._has_own else []
@@ -118,7 +118,7 @@ class Heads:
 class _Tree:
     """The draft of one sequence while it grows, depth by depth.
 
-    nodes: the nodes of the fixed tree. places: by index in `nodes`, the node's index in the draft.
+    nodes: the nodes of the fixed tree. places: maps a node's index in `nodes` to the node's index in the draft.
     """
 
     nodes: list[Node]
@@ -138,7 +138,7 @@ class _Tree:
         return families
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens down to a node of the fixed tree."""
+        """Return the tokens on the path from the root down to a node of the fixed tree."""
         tokens = list[int]()
         while node >= 0:
             tokens.append(self.tokens[self.places[node]])
@@ -146,20 +146,20 @@ class _Tree:
         return tokens[::-1]
 
     def add(self, node: int, token: int) -> None:
-        """Add a node of the fixed tree to the draft, with this token."""
+        """Add a node of the fixed tree to the draft, with the token `token`."""
         parent = self.nodes[node].parent
         self.places[node] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(self.places[parent] if parent >= 0 else -1)
 
     def draft(self) -> Draft:
-        """Return the draft of one sequence."""
+        """Return the tree as a draft of one sequence, with point masses."""
         each_probs = [Probs.of_point(token) for token in self.tokens]
         return Draft(self.tokens, self.parents, [0, len(self.tokens)], each_probs)
 
 
 class MedusaDrafter(Drafter):
-    """A drafter that keeps each sequence's last hidden state, and drafts a tree of the heads' guesses from it."""
+    """Drafts a tree from the heads' guesses, which depend on each sequence's last hidden state."""
 
     drafts_behind = False  # the heads read the target's row right before the last committed token
     draws = "point"
@@ -190,11 +190,11 @@ class MedusaDrafter(Drafter):
         self._hidden.pop(seq.id, None)
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return whether the stored hidden state is of the last token but one. The last token was not run yet."""
+        """Return whether the target's hidden state of the token before the last committed token is stored."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
-        """Return the tree of each sequence in `ready` (indices in `budget`), as far as pacing lets the tree grow."""
+        """Draft a tree for each sequence in `ready`, as far as pacing allows. ready: the sequences' indices."""
         trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
         for depth in range(len(self._widths)):
             families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]
@@ -209,7 +209,7 @@ class MedusaDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return how much memory the heads' weights take. Raises what `build` raises for a folder without fitting ones."""
+    """Return the memory needs of the heads' weights. Raises the errors of `build` if there are no fitting heads."""
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", target.fingerprint)
@@ -217,7 +217,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the heads. Raises what shared/head_files.py and shared/head_layouts.py raise."""
+    """Build the drafter. Raises the errors of shared/head_files.py and shared/head_layouts.py."""
     path = head_files.located(options.path, "medusa")
     if (published := head_layouts.find(path, "medusa")) is not None:
         stored = head_layouts.read_medusa(published, target)

@@ -1,8 +1,8 @@
 """Several drafters in order: the first one that has a guess drafts.
 
-The option `of` gives the order. A search in the text costs next to nothing, and where it has a guess, the guess is
-often right. A draft model guesses everywhere. Together they are better than either alone. Whether a member has a guess
-is known before any of its tokens is drawn, so drafts stay exact (docs/exactness.md).
+The option `of` gives the order. A search in the text costs almost nothing, and its guesses are often right, but it does
+not always find one. A draft model guesses everywhere. Together they are better than either alone. Whether a member has
+a guess is known before any of its tokens is drawn, so drafts stay exact (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Which drafters, in order."""
+    """The options: the member drafters, in the order in which they are asked."""
 
     of: str = option("lookup+model", "specs of drafters with + between, as in (lookup:max_n=8)+model")
 
@@ -46,7 +46,7 @@ class MixedDrafter(Compound):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the specs of the members."""
+    """Return the needs: the specs of the members."""
     return Needs(parts=tuple(specs("mixed", options.of)))
 
 

@@ -1,9 +1,9 @@
 """An autoregressive draft model with its own cache, batched over requests (Leviathan et al. 2023; Chen et al. 2023).
 
 The draft model's logits go through the same sampling pipeline as the target's. The options draft_temperature and
-draft_top_k replace the request's values, for the draws only. The output's distribution does not depend on these
-options, because verification knows the distribution that each token was drawn from. With draft_vocab only the first ids
-of the tokenizer are drafted (shared/short_vocab.py); all other ids have probability 0 in the draft.
+draft_top_k replace the request's values, but only for draws of drafted tokens. The output's distribution does not
+depend on these options, because verification knows the distribution of each drafted token. With draft_vocab only the
+first ids of the tokenizer are drafted (shared/short_vocab.py); all other ids have probability 0 in the draft.
 
 shared/model_drafter.py shows how the draft model runs, and shared/feeding.py how its cache follows the text.
 """
@@ -31,7 +31,7 @@ from forerun.text.tokenizer import compare
 
 @dataclass(frozen=True)
 class Options:
-    """Which model, and how it draws."""
+    """The options: the draft model, how its weights are kept in memory, and how tokens are drawn."""
 
     path: str | None = field(default=None, metadata=PATH)
     quantization: str = field(default=AUTO, metadata=QUANTIZATION)
@@ -47,17 +47,17 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model to load. Raises VocabularyMismatch where its ids mean other tokens."""
+    """Return the needs: the draft model to load. Raises VocabularyMismatch if its ids stand for other tokens."""
     if options.path is not None and target.tokenizer is not None:
         compare(target.tokenizer, target.open(options.path).text_tokenizer, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
+    """Load the draft model beside the target: same device and dtype, and the best operators for the draft model.
 
-    Raises VocabularyMismatch where an id means one token for the target and another token for the draft model. Ids that
-    only one of the two models knows are never drafted. End-of-sequence ids may differ, as between a chat model and a
+    Raises VocabularyMismatch if an id stands for one token in the target and for another token in the draft model. Ids
+    that only one of the two models has are never drafted. End-of-sequence ids may differ, as between a chat model and a
     base model. Only the target's ids end the output. A draft goes on past the end-of-sequence ids of both models.
     """
     checkpoint = loaded("model", options, target)

@@ -1,10 +1,10 @@
 """MTP: the block in the target's own files that guesses further tokens (Gloeckle et al. 2024; DeepSeek-V3, 2.2).
 
-The block pairs the target's hidden state of a token, after the final norm, with the embedding of the next token, and
-guesses the token after that one. For further guesses the block reads its own output rows, as EAGLE's head does.
-Everything but the weights works as in eagle.py. Embedding and LM head are the target's. The LM head is the largest part
-of the weights that such a block reads. So only the first ids of a large vocabulary are drafted, as many as the current
-texts need (shared/short_vocab.py).
+The block joins the target's hidden state of token i, after the final norm, with the embedding of token i+1, and guesses
+token i+2. For further guesses the block reads its own output rows, as EAGLE's head does. Apart from the weights,
+everything works as in eagle.py. Embedding and LM head are the target's. The LM head is the largest part of the weights
+that such a block reads. So only the first ids of a large vocabulary are drafted, as many as the current texts need
+(shared/short_vocab.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Where the block lies, how it is kept in memory, and which ids it drafts."""
+    """The options: where the block is stored, how its weights are kept in memory, and which ids it drafts."""
 
     path: str | None = option(
         None,
@@ -57,9 +57,9 @@ class Options:
 
 
 class MtpDrafter(EagleDrafter):
-    """A drafter that runs the target's own block ahead of the target.
+    """Drafts with the block for multi-token prediction, which runs ahead of the target.
 
-    short: chooses how many ids are drafted; None = the number is fixed.
+    short: the object that chooses how many ids are drafted; None = the number is fixed.
     """
 
     short: ShortVocabulary | None = None
@@ -80,7 +80,7 @@ class MtpDrafter(EagleDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the spec of the block's layer, and how much memory its weights take. Raises BadOption without a block."""
+    """Return the needs: the spec of the block's layer, and its weights' memory. Raises BadOption without a block."""
     block = _block(options, target)
     spec = spec_of(block)
     beside = beside_of(spec, rounded(block.source, spec, options.quantization, target).tensors)
@@ -88,7 +88,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the block. Raises BadOption for a target without a block."""
+    """Build the drafter from the block's weights. Raises BadOption if there is no block that fits the target."""
     block, model = _block(options, target.opened), target.model
     spec = spec_of(block)
     if options.path is not None:
@@ -106,7 +106,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def spec_of(block: NextTokens) -> Spec:
-    """Return the spec with which the block is loaded as a head of its target."""
+    """Return the spec for loading the block as a head of its target."""
     norm = block.decoder.final_norm or Norm()
     features = Features(
         block.decoder.vocab_size, block.decoder.hidden_size, side_norms=True, feeds="normed", eps=norm.eps
@@ -116,9 +116,9 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights of a block, with `offset` added to the norms that precede the matrix product.
+    """The stored weights of a block, with `offset` added to the norms before the matrix product (SIDES).
 
-    The stored norms leave the offset out, and a head's norms must include it.
+    The stored norms do not contain the offset, but a head's norms must contain it.
     """
 
     stored: StoredWeights

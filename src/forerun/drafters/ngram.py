@@ -1,14 +1,13 @@
 """A store of n-grams that grows with the text (NASD, n-gram assisted speculative decoding).
 
-For each context of 1 to max_n - 1 tokens, the store knows the token that followed most often. The longest known context
-decides. There are three differences from the published code. A token is never drawn anew after a rejection. Contexts of
-one token are used, too. Where no context is known, the draft ends, because a filler token would only cost rows of the
-target.
+For each context of 1 to max_n - 1 tokens, the store knows the token that followed most often. A guess uses the longest
+known context. There are three differences from the published code. A token is never drawn anew after a rejection.
+Contexts of one token are used, too. If no context is known, the draft ends, because a filler token would only cost rows
+of the target.
 
 Of tokens with equal counts, the token that reached the count first remains the guess. Only committed tokens are
-counted. With the option `filler_top_k`, the target's other likely tokens at each place are counted once, as if they had
-occurred there. So if such a token later follows its context, it needs one occurrence less to become the context's
-guess.
+counted. With the option `filler_top_k`, the target's other likely tokens after each context are counted once, as if
+each had followed the context. So such a token needs one occurrence less to become the context's guess.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Options:
-    """Which n-grams are counted, and how many are kept."""
+    """The options: the lengths of the n-grams, and how many of them are kept."""
 
     max_n: int = option(4, "longest n-gram, in tokens: the context and the token", min=2, max=16)
     min_n: int = option(2, "shortest n-gram, in tokens", min=2, max=16)
@@ -44,7 +43,7 @@ class Options:
 
 
 class Recent(Generic[V]):
-    """A dictionary of at most `most` entries. It forgets the entries that have not been set for the longest time.
+    """A dictionary of at most `most` entries, which drops the entries that were not set for the longest time.
 
     It has two halves. When the new half is full, the old half is dropped. So nothing is sorted, and no call takes long.
     """
@@ -58,19 +57,19 @@ class Recent(Generic[V]):
         return len(self._new) + len(self._old)
 
     def get(self, key: Gram) -> V | None:
-        """Return the entry of a key; None where the key has no entry."""
+        """Return the entry of a key; None if the key has no entry."""
         entry = self._new.get(key)
         return self._old.get(key) if entry is None else entry
 
     def set(self, key: Gram, value: V) -> None:
-        """Set the entry of a key. The oldest entries may be forgotten to make room."""
+        """Set the entry of a key. The oldest entries may be dropped to make room."""
         if len(self._new) >= self._half and key not in self._new:
             self._old, self._new = self._new, {}
         self._new[key] = value
 
 
 class Store:
-    """The n-grams of one text: how often each n-gram occurred, and which token followed each context most often.
+    """Counts the n-grams of one text, and stores the most frequent next token after each context.
 
     before: the token ids of a text to count first, such as an encoder's input.
     """
@@ -90,10 +89,10 @@ class Store:
         self.num_read = stop
 
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
-        """Count each filler once as a follower of every context that ends right before index `stop`.
+        """Count each filler once as a successor of every context that ends right before index `stop`.
 
-        fillers: likely tokens of the target at that index. A filler that has a count after a context is not counted
-        again.
+        fillers: the target's likely tokens at index `stop`. A filler that was counted after a context before is not
+        counted again for that context.
         """
         for token in fillers:
             for context in self._contexts(tokens, stop):
@@ -103,7 +102,7 @@ class Store:
     def guess(self, tokens: Seq[int]) -> int | None:
         """Return the most frequent token after the longest known context at the end of `tokens`.
 
-        None where no context is known.
+        Returns None if no context is known.
         """
         for length in reversed(self._lengths):
             if length <= len(tokens) and (token := self._best.get(tuple(tokens[-length:]))) is not None:
@@ -125,7 +124,7 @@ class Store:
 
 
 class NgramDrafter(TextDrafter[Store]):
-    """A drafter with a store for each text. Nothing is shared between requests."""
+    """Drafts from one store of n-grams for each text. Requests share nothing."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(lambda seq: Store(options, seq.source_ids[-READ_TOKENS:]))

@@ -1,11 +1,11 @@
 """PaSS: the target guesses several tokens at once from trained look-ahead embeddings (Monea et al. 2023, 2311.13581).
 
-T trained vectors LA_1 .. LA_T take the places of the next tokens. At LA_j the target computes a distribution of the
-token j places after the next one, no matter which tokens come between. In the paper this takes a separate pass, so that
-a round has two passes. Here the vectors are rows of the pass that verifies the previous draft. There is one chain of
-vectors for each number of tokens that may be accepted. Once it is known how many tokens are accepted, the chain for
-this number makes the next draft. So no pass is added, only rows. The next token, which the paper's first pass draws, is
-the correction or bonus of the round.
+T trained vectors LA_1 .. LA_T replace the embeddings of the next tokens. At LA_j the target computes a distribution of
+the token j places after the next token, whichever tokens come between. In the paper the vectors run in a separate pass,
+so that a round has two passes. Here the vectors are rows of the pass that verifies the previous draft. For each number
+of tokens that the pass may accept, the pass has one chain of vectors. Once the number of accepted tokens is known, the
+chain for this number gives the next draft. So no pass is added, only rows. In the paper the first pass draws the next
+token. Here this token is the correction or bonus token of the round.
 
 A budget is split between drafted tokens and vectors so that its rows bring the largest expected number of accepted
 tokens. Tokens are drawn from the logits at the vectors, with the request's temperature and filters. Keys and values of
@@ -35,19 +35,19 @@ RATES = (0.27, 0.15, 0.15)
 
 @dataclass(frozen=True)
 class Options:
-    """Where the vectors lie."""
+    """The options: the folder of the trained vectors."""
 
     path: str | None = option(None, head_files.path_help("pass"))
 
 
 @cache
 def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """Return the best lengths of the chains of vectors, and the value of all draft nodes and vectors together.
+    """Return the best length for each chain of vectors, and the summed value of all draft nodes and vectors.
 
-    The chain with index a makes the next draft if exactly a nodes are accepted, so there are num_nodes + 1 chains.
-    num_rows: the number of vectors in all chains. depth: the most vectors of one chain. The value of a node is the
-    chance that the node is accepted. The value of a vector is a product of two chances: that its chain makes the next
-    draft, and that its guess is then accepted.
+    The chain with index a gives the next draft if exactly a nodes are accepted, so there are num_nodes + 1 chains.
+    num_rows: the number of vectors in all chains together. depth: the largest number of vectors in one chain. The value
+    of a node is the probability that the node is accepted. The value of a vector is the product of two probabilities:
+    that its chain gives the next draft, and that the vector's guess is then accepted.
     """
     reached = list(accumulate([1.0, *(RATES[min(i, len(RATES) - 1)] for i in range(max(num_nodes, depth)))], mul))
     stops = [reached[a] - (reached[a + 1] if a < num_nodes else 0.0) for a in range(num_nodes + 1)]
@@ -63,9 +63,9 @@ def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int,
 
 @cache
 def num_nodes(num_known: int, budget: int, depth: int) -> int:
-    """Return how many of the known guesses to draft.
+    """Return how many of the `num_known` guesses to draft, so that drafted tokens and vectors have the largest value.
 
-    With this number, drafted tokens and vectors together have the largest value (see `chain_lengths`).
+    budget: the number of rows for both. depth: the largest number of vectors in one chain (see `chain_lengths`).
     """
     return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
 
@@ -74,9 +74,9 @@ def num_nodes(num_known: int, budget: int, depth: int) -> int:
 class _Text:
     """The state of one sequence.
 
-    rows: the target's outputs at the look-ahead vectors; they guess the tokens after the first `num_tokens`. asked: the
-    input tokens of the sequence's rows in the pass that verifies the last draft, vectors included. places: for each
-    number of accepted tokens, the rows in that pass of the chain of vectors for this number.
+    rows: the target's outputs at the look-ahead vectors, which guess the tokens after the first `num_tokens` tokens.
+    asked: the input tokens of the sequence's rows in the pass that verifies the last draft, vectors included. places:
+    for each number of accepted tokens, the rows in that pass that hold this number's chain of vectors.
     """
 
     rows: Seq[Row] = ()
@@ -86,7 +86,7 @@ class _Text:
 
 
 class PassDrafter(Drafter):
-    """A drafter that adds rows of vectors to each pass, and drafts from the target's outputs at these rows."""
+    """Adds look-ahead vectors to each pass as rows, and drafts from the target's outputs at these rows."""
 
     drafts_behind = False  # the outputs guess the tokens right after the last committed token
 
@@ -129,7 +129,7 @@ class PassDrafter(Drafter):
         return replace(drafted, extra={0: extra} if extra.tokens else {})
 
     def _extra(self, counts: Seq[int]) -> tuple[Extra, list[range]]:
-        """Return extra rows with a chain of vectors for each number of accepted tokens, and the rows of each chain.
+        """Return extra rows with one chain of vectors for each number of accepted tokens, and the rows of each chain.
 
         counts: the length of each chain. The rows of a chain are indices among the sequence's rows of the pass.
         """
@@ -147,14 +147,14 @@ class PassDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return how much memory the vectors take. Raises what `build` raises for a folder without fitting ones."""
+    """Return the memory needs of the vectors. Raises the errors of `build` if there are no fitting vectors."""
     path = head_files.located(options.path, "pass")
     head_files.read_config(path, "pass", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=False))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the vectors. Raises what shared/head_files.py raises."""
+    """Build the drafter from the folder of the vectors. Raises the errors of shared/head_files.py."""
     path = head_files.located(options.path, "pass")
     config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
     shapes = {head_files.LOOK_AHEAD: (size(config, "num_look_ahead"), target.model.config.hidden_size)}

@@ -1,11 +1,11 @@
 """Copy a text that the output is expected to resemble: SamplingParams.prediction, as for an edit of a file.
 
-A pointer into the prediction stands after the part that the output has followed. The tokens after the pointer are
-drafted. Where the output leaves the prediction, the pointer is lost, until the last `resync_n` committed tokens occur
-in the prediction. Then the pointer stands after an occurrence of these tokens: the first one from the place where the
-pointer was lost, or else the last one before that place. Without a prediction the prompt is copied, and the pointer is
-lost at first. For an encoder-decoder the source is copied from its beginning, which is shallow aggressive decoding (Sun
-et al. 2021, arXiv 2106.04970).
+A pointer into the prediction follows the output: it points to the token after the part that the output has reproduced.
+The tokens from the pointer on are drafted. If the output leaves the prediction, the pointer is lost, until the last
+`resync_n` committed tokens occur in the prediction. Then the pointer is set to the token after an occurrence of these
+tokens: the first occurrence after the place where the pointer was lost, or else the last one before that place. Without
+a prediction the prompt is copied, and at first there is no pointer. For an encoder-decoder the source is copied from
+its beginning, which is shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970).
 
 The guesses are point masses and cost nothing. A prediction never changes the output, however wrong it is.
 """
@@ -25,16 +25,16 @@ from forerun.types import Probs, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """How the copy finds its place again."""
+    """The options: how the drafter finds its place in the prediction again."""
 
     resync_n: int = option(2, "last tokens that must occur in the prediction, once the output left it", min=1, max=64)
 
 
 class Copy:
-    """The pointer into one prediction, which tells how far the output has followed that prediction.
+    """The pointer into one prediction. It depends on the committed tokens alone.
 
-    The pointer depends on the committed tokens alone. at: the index of the next token of `prediction` to draft; None =
-    the output has left the prediction.
+    prediction: the token ids to copy. num_read: the number of committed tokens that were read. at: the index of the
+    next token of `prediction` to draft; None = the pointer is lost.
     """
 
     def __init__(self, prediction: Seq[int], num_read: int, resync_n: int, is_at_start: bool) -> None:
@@ -44,7 +44,7 @@ class Copy:
         self._resync_n, self._ids = resync_n, np.array(prediction, dtype=np.int64)
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Follow the committed tokens up to index `stop`, exclusive."""
+        """Move the pointer along with the unread committed tokens before index `stop`."""
         for i in range(self.num_read, stop):
             if self.at is not None and self.next_token(0) == tokens[i]:
                 self.at += 1
@@ -57,16 +57,16 @@ class Copy:
         self.num_read = stop
 
     def next_token(self, depth: int) -> int | None:
-        """Return the token `depth` positions after the prediction's next token; None where there is no such token."""
+        """Return the token `depth` places after the pointer; None if the pointer or that token does not exist."""
         place = None if self.at is None else self.at + depth
         return None if place is None or place >= len(self.prediction) else self.prediction[place]
 
 
 def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
-    """Return the index after an occurrence of `last` in ids [n]; None where `last` does not occur before the end.
+    """Return the index after an occurrence of `last` in ids [n]; None if `last` does not occur before the end of `ids`.
 
-    Of several occurrences, the index is the first one from `place` on, or else the last one before `place`. There is
-    always a token at the index.
+    Of several such indices, the first one at or after `place` is returned, or else the last one before `place`. The
+    index is always below n.
     """
     num = len(ids) - len(last)
     if num <= 0:
@@ -81,7 +81,7 @@ def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
 
 
 class PredictionDrafter(TextDrafter[Copy]):
-    """A drafter that keeps a pointer into each sequence's prediction."""
+    """Drafts the tokens of each sequence's prediction, from a pointer into the prediction on."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(self._copy)

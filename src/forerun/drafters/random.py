@@ -29,7 +29,7 @@ class RandomDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Return a drafter that draws from all ids of the target that have a token."""
+    """Build the drafter, which draws from all ids of the target that stand for a token, with equal probability."""
     weights = np.ones(target.num_ids)
     weights[list(target.holes)] = 0
     return RandomDrafter(Probs(dense=weights / mass(weights)))

@@ -1,11 +1,12 @@
 """Token Recycling: draft the tokens that the target once held to be likeliest after the same token (Luo et al. 2024).
 
-Every pass of the target computes logits at each row, and decoding uses one row of logits. This drafter keeps the ids of
-the largest logits at each row, rejected guesses included. These ids form a matrix: each token has a row of the tokens
-that may follow it, best first (arXiv 2408.08696, section 3.1). A draft is a tree of tokens from that matrix. Each node
-has a fixed rank among its siblings, and the nodes come in a fixed order. The value of a node is the product of the
-acceptance rates of the ranks along its path, and nodes with larger values come first. Where the rates fall with the
-rank, this tree has the most expected tokens for each number of nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+Every pass of the target computes logits at each row, but choosing the next token needs the logits of only one row. This
+drafter keeps the ids of the largest logits at each row, also at rows of rejected guesses. These ids form a matrix: each
+token has a row with the ids that may follow it, best first (arXiv 2408.08696, section 3.1). A draft is a tree of tokens
+from that matrix. Each node has a fixed rank among its siblings, and the nodes come in a fixed order. The value of a
+node is the product of the acceptance rates of the ranks along its path, and nodes with larger values come first. If the
+rates fall with the rank, no tree with the same number of nodes has more accepted tokens on average (Sequoia, Chen et
+al. 2024, arXiv 2402.12374).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_NODES = 128  # nodes of the fixed order: more than a draft has, because toke
 
 @dataclass(frozen=True)
 class Options:
-    """What the matrix holds, and which drafts are made from it."""
+    """The options: the contents of the matrix, and the shape of the drafts."""
 
     shape: str = option("tree", "tree, or path: the likeliest token behind each, one by one")
     top: int = option(8, "tokens kept behind each token, best first", min=1, max=len(RANK_RATES))
@@ -43,21 +44,21 @@ class Options:
 
 
 class Matrix:
-    """A matrix with a row for each of at most `max_rows` tokens: the ids that may follow the token, best first."""
+    """Stores, for each of at most `max_rows` tokens, a row of the ids that may follow the token, best first."""
 
     def __init__(self, max_rows: int) -> None:
         self.rows: dict[int, array[int]] = {}  # the row that was written last comes last
         self._max_rows = max_rows
 
     def put(self, token: int, ids: Seq[int]) -> None:
-        """Replace the row of a token."""
+        """Set the row of a token to `ids`. If there are too many rows, the row that was set longest ago is dropped."""
         self.rows.pop(token, None)
         self.rows[token] = array("i", ids)
         if len(self.rows) > self._max_rows:
             del self.rows[next(iter(self.rows))]
 
     def put_first(self, token: int, follower: int, width: int) -> None:
-        """Make `follower` the first id of a token's row. The row keeps at most `width` ids."""
+        """Move or add the id `follower` to the beginning of a token's row. The row keeps at most `width` ids."""
         row = self.rows.get(token, ())
         if not row or row[0] != follower:
             self.put(token, [follower, *(other for other in row if other != follower)][:width])
@@ -109,7 +110,7 @@ class RecycleDrafter(Drafter):
                 self._read(seq, matrix, view.start + len(view.kept))
 
     def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
-        """Put unread pairs of neighbouring tokens into the matrix, up to the pair that begins at index `stop` - 1."""
+        """Put the unread pairs of neighbouring tokens into the matrix, if they begin before index `stop`."""
         start = self._num_read.get(seq.id, 0)
         for token, follower in pairwise(seq.tokens[start : stop + 1]):
             matrix.put_first(token, follower, self.options.top)

@@ -1,9 +1,9 @@
 """The target's own weights at fewer bits as the draft model: nothing to find, to train or to match (self-speculation).
 
 Each matrix of the target is read from memory and rounded when the engine starts (models/quantising.py). Embedding and
-LM head get 8 bits. The rounded model agrees with the target in most tokens, and reads about a third (int4) or half
-(int8) of bfloat16's bytes. On operators without quantised products, it computes with the dequantised weights, which
-saves nothing.
+LM head get 8 bits. The rounded model agrees with the target in most tokens. It reads about a third (int4) or half
+(int8) of the bytes that bfloat16 weights take. Operators without quantised products compute with dequantised weights.
+On these operators the drafter saves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.registry import option
 
 @dataclass(frozen=True)
 class Options:
-    """How the weights are rounded, and how the rounded model draws."""
+    """The options: how the weights are rounded, and how the rounded model draws tokens."""
 
     quantization: str = option("int4", "int8 or int4[:group=N]: what the target's weights are rounded to")
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
@@ -34,15 +34,15 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model that is to be made: a rounded copy of the target."""
+    """Return the needs: a draft model made from the target by rounding its weights."""
     return Needs(makes=OwnModel(options.quantization))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Round the target's weights to make a draft model, once for all drafters of one engine.
+    """Build the drafter. The target's weights are rounded once for all drafters of one engine.
 
-    Raises BadOption where the target's weights have no more bits than the rounded ones, as with most GGUF files under
-    dtype bfloat16. The same file under dtype float32 is dequantised, and can be rounded.
+    Raises BadOption if the target's weights have no more bits than the rounded weights would have, as with most GGUF
+    files under dtype bfloat16. Under dtype float32, the same file is dequantised, and can be rounded.
     """
     holes: Seq[int] = target.holes
     bits = Quantization.parse(options.quantization)

@@ -2,7 +2,7 @@
 2023, arXiv 2305.09781).
 
 Each token comes with the distribution from which its member drew the token. The chains are tested in the order of the
-option `of`. That order is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin with
+option `of`. That order is fixed without looking at tokens, so recursive rejection is exact. If two chains begin with
 the same tokens, the rule goes on with both chains.
 """
 
@@ -20,7 +20,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """Which drafters, in order."""
+    """The options: the member drafters, in the order in which their chains are tested."""
 
     of: str = option("lookup+model", "specs of drafters with + between, as in model+(model:path=FOLDER)")
 
@@ -29,9 +29,9 @@ class Options:
 
 
 class SeveralDrafter(Compound):
-    """A drafter that asks all members for chains. The members share the granted nodes.
+    """Asks all members for chains. The members share the nodes that the budget grants.
 
-    A member without a guess leaves its share to the members after it.
+    If a member has no guess, the members after it may use its share.
     """
 
     def __init__(self, members: Seq[Drafter]) -> None:
@@ -56,7 +56,7 @@ class SeveralDrafter(Compound):
 
 
 def _side_by_side(chains: Seq[Draft]) -> Draft:
-    """Return one sequence's chains as a tree, level by level, so that a shortened draft keeps the first levels."""
+    """Return one sequence's chains as a tree, with nodes in order of depth. So a shortened draft keeps low depths."""
     tree = Draft([], [], [0, 0], [])
     tips = [-1] * len(chains)
     for depth in range(max((len(chain.tokens) for chain in chains), default=0)):
@@ -71,7 +71,7 @@ def _side_by_side(chains: Seq[Draft]) -> Draft:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the specs of the members."""
+    """Return the needs: the specs of the members."""
     return Needs(parts=tuple(specs("several", options.of, least=2)))
 
 

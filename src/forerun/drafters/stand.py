@@ -11,15 +11,15 @@ of their positions, and the siblings are picked by the same noise.
 
 Exactness. Every token is drawn from the distribution that the draft gives for it. That distribution depends on earlier
 rounds and on tokens that were drawn before. So by the rule's theorem the tokens of a round have the target's
-distribution *given all that the drafter has seen*: committed tokens, rejected draws, and the table made of them. The
-random numbers of a round are new. Hence the distribution of the next tokens given the text is the target's, too, no
-matter which draws were rejected. The shape of a tree is fixed by counts. A node without a known context has no
-children, which is decided after the node was drawn.
+distribution *given all that the drafter has seen*: committed tokens, rejected draws, and the table made of both. The
+random numbers of a round are new. Hence the distribution of the next tokens given the text is the target's, too,
+whichever draws were rejected. The shape of a tree is fixed by counts. A node after which no context is known gets no
+children. This is decided after the node was drawn.
 
-An average joins the known ids of a context with the ids of the new occurrence. An id that is missing from one of the
-two lists had at most the least logit of that list, and is averaged as if it had that logit. A prompt is run without
-logits. So a context in the prompt guesses the token that followed it last, until the target has computed logits after
-that context.
+An average covers the ids that the table has for a context, and the ids of the new occurrence. An id that is missing
+from one of the two lists had at most the least logit of that list, and is averaged as if it had that logit. A prompt is
+run without logits. So a context in the prompt guesses the token that followed it last, until the target has computed
+logits after that context.
 
 The drafter runs no model, but it is not `is_free`. Guesses of free drafters may be dropped after a look at their
 tokens, and that would not be exact for drawn tokens.
@@ -60,7 +60,7 @@ Gram = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Options:
-    """What a table holds, and which drafts are drawn from it."""
+    """The options: the contents of a table, and the shape of the drafts."""
 
     shape: str = option("tree", "tree, or path: one token behind another")
     max_context: int = option(4, "longest context, in tokens", min=1, max=8)
@@ -76,9 +76,9 @@ class Options:
 
 
 class Table:
-    """At most `max_contexts` contexts, each with `width` ids and the mean logits of these ids after the context.
+    """Stores at most `max_contexts` contexts, each with `width` ids and the mean logits of these ids after the context.
 
-    A context of the prompt without computed logits has one id and a count of 0.
+    For a context of the prompt without computed logits, only one id is stored, with a count of 0.
     """
 
     def __init__(self, max_contexts: int, width: int, dtype: npt.DTypeLike) -> None:
@@ -92,10 +92,10 @@ class Table:
         return len(self._places)
 
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
-        """Look up the longest known suffix of a context. Return its ids, ascending, and their mean logits.
+        """Look up the longest known suffix of a context, and return its ids, ascending, and their mean logits.
 
-        Returns None if no suffix is known. A suffix without computed logits has one id, with mean 0. longest: the
-        largest number of tokens in a suffix.
+        Returns None if no suffix is known. For a suffix without computed logits, one id with mean 0 is returned.
+        longest: the largest number of tokens in a suffix.
         """
         for length in range(min(longest, len(context)), 0, -1):
             place = self._places.get(tuple(context[-length:]))
@@ -107,7 +107,7 @@ class Table:
         return None
 
     def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
-        """Update the mean logits of each context [n] with the logits after one more occurrence of it.
+        """Update the mean logits of each context [n] with the logits after one more occurrence of the context.
 
         ids, logits [n, width]: the largest logits after that occurrence, and their ids.
         """
@@ -125,14 +125,14 @@ class Table:
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
         """Store the token that followed each context, for contexts without computed logits.
 
-        Of several tokens for one context, the last one is stored.
+        If several tokens followed one context, the last one is stored.
         """
         places = np.array([self._place(context) for context in contexts], np.intp)
         is_guess = self._counts[places] == 0
         self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
 
     def _place(self, context: Gram) -> int:
-        """Return the index of a context's row in the table. A new context gets a new row."""
+        """Return the row index of a context. A new context gets a new row; in a full table, the longest unused row."""
         place = self._places.get(context)
         if place is not None:
             self._places.move_to_end(context)
@@ -155,7 +155,7 @@ class Table:
         )
 
     def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
-        """Add one occurrence to each of these rows of the table. No row may be listed twice."""
+        """Average the logits of one more occurrence into each row `places` of the table. No row may be listed twice."""
         counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
         is_same = known_ids[:, :, None] == ids[:, None, :]
         again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id
@@ -172,7 +172,7 @@ class Table:
 
 
 def _ends(tokens: Seq[int]) -> list[Gram]:
-    """Return all suffixes of some tokens, the longest first."""
+    """Return all suffixes of `tokens`, the longest first."""
     return [tuple(tokens[start:]) for start in range(len(tokens))]
 
 
@@ -181,8 +181,8 @@ class _Request:
     """The state of one request.
 
     params: the sampling parameters for the table's logits. For a greedy request they have temperature 1 and no filters,
-    because its tokens are drafted by rank. only_filters: whether the sampling pipeline can work on the table's logits
-    alone, without a row of the whole vocabulary. num_read: the number of prompt tokens that are in the table.
+    because its tokens are drafted by rank. only_filters: whether sampling needs only the table's logits, and no logits
+    of the whole vocabulary. num_read: the number of prompt tokens that are in the table.
     """
 
     params: SamplingParams
@@ -241,7 +241,7 @@ class StandDrafter(Drafter):
                 request.num_read = stop
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
-        """Store in the table which token follows each context. ends: the indices of the contexts' last tokens."""
+        """Store in the table the token that follows each context. ends: the indices of the contexts' last tokens."""
         contexts, followers = list[Gram](), list[int]()
         for end in ends:
             known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])
@@ -250,7 +250,7 @@ class StandDrafter(Drafter):
         table.guess(contexts, followers)
 
     def _learn(self, table: Table, seq: Sequence, seen: Seen, ids: Ids, logits: Rows) -> None:
-        """Add the target's logits at each row to the table. A row's context is the path of tokens down to that row."""
+        """Add the target's logits at each row to the table. A row's context is the last tokens on the path to it."""
         run, longest = seen.scores.runs[seen.run], self.options.max_context
         before = {-1: seq.tokens[max(0, seen.start + 1 - longest) : seen.start]}  # by row: the last tokens up to it
         contexts, rows = list[Gram](), list[int]()
@@ -303,8 +303,8 @@ class StandDrafter(Drafter):
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
         """Return the distribution of the token after a path: the table's logits after the request's sampling pipeline.
 
-        None where no context is known, or where masks leave none of the table's ids. Filters work on the table's logits
-        alone. Bias, penalties and masks apply to given ids, so they need a row of the whole vocabulary.
+        Returns None if no context is known, or if masks leave none of the table's ids. Filters need only the table's
+        logits. Bias, penalties and masks apply to given ids, so they need a row of logits for the whole vocabulary.
         """
         longest, request = self.options.max_context, self._requests[seq.id]
         kept = self._tables.of(seq).find([*seq.tokens[-longest:], *path], longest)

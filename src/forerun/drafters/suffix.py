@@ -1,15 +1,15 @@
 """Suffix decoding: look up the text's last tokens, and draft what most often followed them (Oliaro et al. 2411.04975).
 
 Two histories are searched: the request's own prompt and output, and the texts of finished requests. Each suffix of the
-text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m + max_spec_offset tokens,
-because a long match is rarely an accident. The latest NUM_OCCURRENCES occurrences of a suffix are counted. The token
-that followed most often comes next, and its share of the counts is its probability. The score of a guess is the sum of
-its nodes' probabilities: the number of tokens accepted on average, if the counts are right. The guess with the best
-score is drafted. Of equal scores the longer suffix wins. Finished texts are searched only for suffixes that are longer
-than the match in the request's own text.
+text that occurred before gives a guess. A suffix of m tokens may draft max_spec_factor * m + max_spec_offset tokens,
+because a long match is rarely an accident. The tokens after the latest NUM_OCCURRENCES occurrences of a suffix are
+counted. The guess continues with the most frequent token, whose share of the counts is its probability. The score of a
+guess is the sum of its nodes' probabilities: the number of tokens accepted on average, if the counts are right. The
+guess with the best score is drafted. Of guesses with equal scores, the guess of the longer suffix is drafted. Finished
+texts are searched only for suffixes that are longer than the match in the request's own text.
 
-The paper keeps suffix trees. Here numpy searches the tokens themselves, so that nothing has to be built while a prompt
-is read, and a token of history costs four bytes. docs/methods/suffix.md compares the times of both.
+The paper keeps suffix trees. Here numpy searches the tokens themselves, so that no index is built while a prompt is
+read, and a token of history takes four bytes. docs/methods/suffix.md compares the times of both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_OCCURRENCES = 64  # counted occurrences of a suffix: more would change draft
 
 @dataclass(frozen=True)
 class Options:
-    """How much is drafted, and what is remembered."""
+    """The options: how many tokens are drafted, and how many finished requests are remembered."""
 
     max_match: int = option(64, "longest suffix looked for, in tokens", min=1, max=255)
     max_spec_factor: float = option(4.0, "drafted tokens for each token of the match", min=0.0, max=1000.0)
@@ -47,9 +47,9 @@ class Options:
 
 
 class Past:
-    """The texts of finished requests, separate for each cache salt. Above the limits the oldest texts are dropped.
+    """Stores the texts of finished requests, separately for each cache salt. At the limits, the oldest are dropped.
 
-    max_requests, max_tokens: the limits for all salts together. Each text has one token more, its END_OF_TEXT.
+    max_requests, max_tokens: the limits for all salts together. Each text counts one token more, its END_OF_TEXT.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -64,7 +64,7 @@ class Past:
         return self._texts.get(salt, array("i"))
 
     def add(self, salt: str | None, text: array[int]) -> None:
-        """Remember a text, or only its end if the text is too long."""
+        """Store a text. If the text is longer than the limit, only its end is stored."""
         if not self._max_requests or self._max_tokens < 2:
             return
         text = text[-(self._max_tokens - 1) :]
@@ -101,9 +101,9 @@ class SuffixDrafter(TextDrafter[Tokens]):
         return draft
 
     def end(self, seq: Sequence) -> None:
-        """Remember the text of a finished request.
+        """Forget a sequence. If the request has finished, store its text for later requests.
 
-        The text of a request that was aborted or that will begin again is forgotten.
+        The text of a request that was aborted, or that will begin again, is not stored.
         """
         if seq.finish_reason in ("stop", "length"):
             self._past.add(seq.params.cache_salt, self._texts.whole(seq).ids)
@@ -120,7 +120,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def _better(
         self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
     ) -> Guess:
-        """Return the best guess from the first `stop` tokens of `text`, or `guess` if none of them scores higher."""
+        """Return the best guess from the first `stop` tokens of `text`, or `guess` if its score is at least as high."""
         o = self.options
         if most <= guess.score:
             return guess

@@ -1,13 +1,13 @@
 """In every round, the member that is expected to give the most tokens per second drafts for a request.
 
 Leviathan et al. 2023 (section 6) leave a varying approximation model to later work. Here the members can be any
-drafters. The expected rate of a member is (1 + the tokens that its draft gains) / (seconds of the target's pass and of
-the draft), at the granted length. Plain decoding competes, too. Seconds are measured. Gains are learned from past
-rounds, by request and rank, starting from the member's average over all requests. Only the pacing policy decides how
-long drafts are. In a trial where this drafter shortened drafts as well, the policy saw no later ranks, and granted
-fewer and fewer tokens. Free members are asked in every round, which costs no rows. Their guesses are compared with the
-committed tokens, no matter which member drafted. Other members are measured only in rounds in which they draft. So a
-member with a low expected rate is tried again after pauses that double in length.
+drafters. The expected rate of a member is (1 + the expected number of accepted tokens) / (seconds of the target's pass
+and of the draft), at the granted length. Plain decoding competes, too. Seconds are measured. The expected numbers are
+learned from past rounds, by request and rank, starting from the member's average over all requests. Only the pacing
+policy decides how long drafts are. In a trial where this drafter shortened drafts as well, the policy saw no later
+ranks, and granted fewer and fewer tokens. Members that are free (`is_free`) are asked in every round, which costs no
+rows. Their guesses are compared with the committed tokens, whichever member drafted. Other members are measured only in
+rounds in which they draft. So a member with a low expected rate is tried again after pauses that double in length.
 
 A choice looks at the tokens of past rounds and at point masses, and at no other tokens, so drafts stay exact
 (docs/exactness.md). A choice depends on measured seconds, so it may differ from run to run. The texts of greedy
@@ -34,7 +34,7 @@ FIRST_SLOPE = 0.05  # growth of the target's pass per row, in passes of one row,
 
 @dataclass(frozen=True)
 class Options:
-    """Which drafters, and when to change."""
+    """The options: the member drafters, and how much better another member must be before the drafter changes to it."""
 
     of: str = option("lookup+model", "specs of drafters with + between, as in (lookup:max_n=8)+model")
     hysteresis: float = option(
@@ -46,7 +46,7 @@ class Options:
 
 
 class _Gains:
-    """Decaying counts of guessed and accepted nodes, by rank: the node's index in its draft.
+    """Decaying counts of guessed and accepted nodes, by rank. The rank of a node is its index in its draft.
 
     prior: the same drafter's counts over all requests, to start from; None = start from FIRST_GUESS.
     """
@@ -56,7 +56,7 @@ class _Gains:
         self.guessed, self.accepted = [0.0] * MOST_NODES, [0.0] * MOST_NODES
 
     def add(self, num_nodes: int, ranks: Seq[int]) -> None:
-        """Add a round with `num_nodes` nodes to these counts and to the prior. ranks: the ranks of accepted nodes."""
+        """Add a round with `num_nodes` guessed nodes to these and the prior's counts. ranks: of the accepted nodes."""
         keep, self.num_rounds = 1 - 1 / MEMORY, self.num_rounds + 1
         self.guessed = [keep * weight + (rank < num_nodes) for rank, weight in enumerate(self.guessed)]
         self.accepted = [keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
@@ -79,9 +79,9 @@ class _Gains:
 
 
 class _Line:
-    """A straight line that predicts seconds from a number x, fitted by least squares with decaying weights.
+    """Predicts seconds from a number x by a straight line, fitted by least squares with decaying weights.
 
-    first_slope: the slope until different x were measured, in units of the seconds at x = 0.
+    first_slope: the slope until different values of x were measured, in units of the seconds at x = 0.
     """
 
     def __init__(self, first_slope: float) -> None:
@@ -89,7 +89,7 @@ class _Line:
         self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, seconds: float) -> None:
-        """Add a measurement. Seconds above three times the line's value at x are cut to three times that value."""
+        """Add a measurement. Measured seconds are cut to at most three times the line's present value at x."""
         if self.weight:
             seconds = min(seconds, 3 * self.at(x))
         keep = 1 - 1 / MEMORY
@@ -97,7 +97,7 @@ class _Line:
         self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * seconds
 
     def at(self, x: float) -> float:
-        """Return the seconds at x; 0 where nothing was measured."""
+        """Return the predicted seconds at x; 0 before the first measurement."""
         if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -128,9 +128,9 @@ class _Rate:
 class _Known:
     """The record of one member for one request.
 
-    guess: the guess that is to be scored next, as (number of tokens before it, guess); None = no guess waits. A probe
-    is a round in which the member drafts only to be measured. pause: the number of rounds between two probes. probe_at:
-    the round of the next probe, counted from the request's first round.
+    guess: the guess to score next, as (number of tokens before it, draft); None = no guess waits. A probe is a round in
+    which the member drafts only to be measured. pause: the number of rounds between two probes. probe_at: the round of
+    the next probe, counted from the request's first round.
     """
 
     gains: _Gains
@@ -143,8 +143,8 @@ class _Known:
 class _Request:
     """The state of one request.
 
-    known: the record of each member. num_rounds: the number of the request's rounds so far. now: the member that drafts
-    for the request; None = plain decoding.
+    known: the record of each member. num_rounds: the number of the request's rounds so far. now: the index of the
+    member that drafts for the request; None = plain decoding.
     """
 
     known: list[_Known]
@@ -196,7 +196,7 @@ class SwitchDrafter(Compound):
     def _free_guesses(
         self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> dict[int, dict[int, Draft]]:
-        """Return the guesses of the members with `is_free` by sequence and member, without empty guesses."""
+        """Ask the members with `is_free`, and return their guesses by sequence and member, without empty guesses."""
         guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
         for i, member in enumerate(self.members):
             if member.is_free:
@@ -210,7 +210,7 @@ class SwitchDrafter(Compound):
     def _timed(
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return the drafts of a member whose drafting costs time, and record the drafts and the time."""
+        """Return the drafts of a member whose drafting costs time, and record the drafts and the drafting time."""
         drafter = self.members[member]
         begun = self.clock()
         had = self.catchup_s
@@ -258,14 +258,15 @@ class SwitchDrafter(Compound):
         return best, lengths[best]
 
     def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the expected tokens per second, if a member drafts `num_nodes` nodes in `node_s` seconds each."""
+        """Return the expected tokens per second if a member drafts `num_nodes` nodes, each in `node_s` seconds."""
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
         """Return the seconds that a round of one sequence takes.
 
-        They are its share of a pass without drafts, the time of its drafted rows, and its drafting time (`node_s` for
-        each node). Before the first measurement, the unit is the time of a pass of one row.
+        The seconds are the sum of three times: the sequence's share of a pass without drafts, the time of its drafted
+        rows, and its drafting time (`node_s` for each node). Before the first measurement, the unit is a pass over one
+        row.
         """
         plain = self._pass_s.at(num_sequences)
         if plain <= 0:
@@ -285,14 +286,14 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the first `num_nodes` nodes of one sequence's draft. A draft that is cut loses its extra rows, too."""
+    """Return the first `num_nodes` nodes of one sequence's draft. If nodes are cut off, extra rows are cut off, too."""
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
 
 
 def _score(known: _Known, text: Seq[int]) -> None:
-    """Add the waiting guess to the counts, once the committed tokens show which of the guess's nodes are right."""
+    """Add the waiting guess to the counts, once the committed tokens show which nodes of the guess are right."""
     if known.guess is None:
         return
     start, draft = known.guess
@@ -308,7 +309,7 @@ def _score(known: _Known, text: Seq[int]) -> None:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the specs of the members."""
+    """Return the needs: the specs of the members."""
     return Needs(parts=tuple(specs("switch", options.of)))
 
 

@@ -3,10 +3,10 @@
 how=tokens: only tokens in both vocabularies are drafted. The draft model's logits of these tokens are renormalised, and
 assigned to the target's ids (token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the
 draft model continues the text greedily in its own vocabulary. The new text is encoded with the target's tokenizer, and
-its ids are proposed as point masses.
+the resulting ids are drafted as point masses.
 
-Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py). When the text
-grows, only the last of these ids change, so the draft model's cache is cut to the ids that stayed the same.
+In both ways the draft model reads the committed text in ids of its own tokenizer (text/translation.py). When the text
+grows, only the last of these ids change. So the draft model's cache is cut to the unchanged ids.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOW = ("tokens", "text")
 
 @dataclass(frozen=True)
 class Options:
-    """Which model, how its drafts are translated, and how it draws."""
+    """The options: the draft model, how its drafts are translated, and how tokens are drawn."""
 
     path: str | None = field(default=None, metadata=PATH)
     how: str = option(
@@ -59,10 +59,11 @@ class Options:
 
 
 class Intersection(ModelDrafter):
-    """A draft model that draws only tokens in both vocabularies, and returns them as ids of the target.
+    """Drafts only tokens in both vocabularies with a draft model, and returns them as ids of the target.
 
-    It reads sequences in its own ids. ids: the draft model's id for each id of the target. width: the number of the
-    target's ids. sources: by sequence id, the same sequences in the target's ids, for penalties and masks.
+    The draft model reads sequences in its own ids. ids: maps each id of the target to the draft model's id of the same
+    token. width: the number of the target's ids. sources: by sequence id, the same sequences in the target's ids, for
+    penalties and masks.
     """
 
     def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
@@ -91,11 +92,11 @@ class Intersection(ModelDrafter):
 
 
 class Translated(Drafter):
-    """A drafter that hands each sequence to a draft model, in that model's ids. Subclasses translate drafts back.
+    """Hands each sequence to a draft model, in the draft model's ids. Subclasses translate drafts back.
 
-    tokenizers: the target's and the draft model's; None where the models have only ids, which mean the same tokens.
-    `free_tokens` gives no limit, as a text may have more tokens in the draft model's ids. A sequence without room
-    in the draft model's cache has no drafts, and the target must not wait for that room.
+    tokenizers: the target's and the draft model's; None = both models have only ids, and equal ids mean equal tokens.
+    `free_tokens` gives no limit, because a text may have more tokens in the draft model's ids. A sequence without room
+    in the draft model's cache gets no drafts, so that the target does not wait for room.
     """
 
     def __init__(self, inner: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
@@ -125,11 +126,11 @@ class Translated(Drafter):
         self.caught_up, self.catchup_s = self.inner.caught_up, self.inner.catchup_s
 
     def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
-        """Return the sequence as the draft model sees it. tokens: the committed text in the draft model's ids."""
+        """Return the sequence in the draft model's ids. tokens: the committed text in the draft model's ids."""
         return dataclasses.replace(seq, tokens=tokens)
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft model's draft after the committed texts; empty where a text has no tokens for this model."""
+        """Return the draft model's draft after the committed texts. A text without ids of this model gets no draft."""
         mirrors = [self._followed(seq) for seq in seqs]
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
@@ -139,7 +140,7 @@ class Translated(Drafter):
         return draft
 
     def _followed(self, seq: Sequence) -> Sequence:
-        """Return the mirror of a sequence, brought up to date with the tokens committed since the last call."""
+        """Return the mirror of a sequence, updated with the tokens that were committed since the last call."""
         mirror = self._mirrors[seq.id]
         if translation := self._translations.get(seq.id):
             self.inner.doubt(mirror, translation.read(seq.tokens))
@@ -147,7 +148,7 @@ class Translated(Drafter):
 
 
 class TranslatedTokens(Translated):
-    """The drafter of how=tokens. Its draft model returns ids of the target, so no draft is translated back."""
+    """The drafter of how=tokens. Its draft model returns ids of the target, so drafts need no translation back."""
 
     inner: Intersection
 
@@ -165,9 +166,9 @@ class TranslatedTokens(Translated):
 
 
 class TranslatedText(Translated):
-    """The drafter of how=text. A draft depends on the committed tokens alone, so nothing in it is random.
+    """The drafter of how=text. A draft depends on the committed tokens alone, and no token of it is drawn at random.
 
-    num_ids: the number of the target's ids; no other ids are proposed.
+    num_ids: the number of the target's ids; no other ids are drafted.
     """
 
     draws = "point"
@@ -197,7 +198,7 @@ class TranslatedText(Translated):
         return draw_chains(seqs, budget, coins, expected)
 
     def _text(self, seq: Sequence, drafted: Seq[int]) -> str:
-        """Return the text of drafted tokens of the draft model, up to a control token or an unfinished character."""
+        """Return the text of the draft model's drafted tokens, up to a control token or an incomplete character."""
         if not drafted:
             return ""
         end = next((i for i, token in enumerate(drafted) if token in self._draft.special_ids), len(drafted))
@@ -205,16 +206,16 @@ class TranslatedText(Translated):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model to load. With how=tokens, raises VocabularyMismatch as `shared_ids` does."""
+    """Return the needs: the draft model to load. With how=tokens, raises VocabularyMismatch as `shared_ids` does."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
         shared_ids(target.tokenizer, target.open(options.path).text_tokenizer)
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
+    """Load the draft model beside the target: same device and dtype, and the best operators for the draft model.
 
-    Raises VocabularyMismatch as `shared_ids` does; BadOption for an encoder-decoder, and for how=text without
+    Raises VocabularyMismatch as `shared_ids` does. Raises BadOption for an encoder-decoder, and for how=text without
     tokenizers.
     """
     checkpoint = loaded("translated", options, target)

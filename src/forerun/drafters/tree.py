@@ -4,7 +4,7 @@ The tree grows level by level. Each level is one pass of the draft model. The ca
 that the next level can read them. Later the rows of the accepted path are kept, so no node is run twice. There are
 three ways to choose a shape. Two of them use shares: how often a child is accepted, by its rank among its siblings.
 
-    4x2x1        the number of children of a node, by depth. Where fewer nodes are granted, the tree has the nodes that
+    4x2x1        the number of children of a node, by depth. If fewer nodes are granted, the tree has the nodes that
                  are likeliest to be accepted, by usual shares
     sequoia      the nodes that are likeliest to be accepted, by shares that were measured for this pair of models,
                  without fixed numbers of children (`forerun train tree`; Chen et al. 2024, arXiv 2402.12374)
@@ -42,7 +42,7 @@ KIND = "tree"  # the kind of the file with shares
 
 @dataclass(frozen=True)
 class Options:
-    """Which model, what shape, and how siblings are drawn."""
+    """The options: the draft model, the shape of the trees, and how siblings are drawn."""
 
     of: str = option("model", "spec of the draft model, as in (model:path=FOLDER)")
     shape: str = option("3x2x1x1", "children of a node by depth, as in 4x2x1; or best_first; or sequoia")
@@ -79,7 +79,7 @@ def _widths(shape: str) -> list[int]:
 
 @dataclass
 class _Node:
-    """A drafted token. goes_on: whether it may have children. row: its index in the pending cache rows; -1 = none."""
+    """A drafted token. goes_on: whether the node may have children. row: the node's pending cache row; -1 = none."""
 
     token: int
     probs: Probs
@@ -94,8 +94,8 @@ class _Node:
 class _Tree:
     """The tree of one sequence while it grows.
 
-    limit: the most nodes of the draft. shape: the nodes to draw, known in advance; None = the draft model's confidence
-    decides. num_rows: the number of pending cache rows, which are written and not committed yet.
+    limit: the largest number of nodes in the draft. shape: the nodes to draw, known in advance; None = the draft
+    model's confidence decides. num_rows: the number of pending cache rows, which are written but not committed yet.
     """
 
     nodes: list[_Node]
@@ -105,7 +105,7 @@ class _Tree:
     num_rows: int = 0
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens from the first level down to a node."""
+        """Return the tokens on the path from the first level down to a node."""
         tokens = []
         while node >= 0:
             tokens.append(self.nodes[node].token)
@@ -114,7 +114,7 @@ class _Tree:
 
 
 class TreeDrafter(Compound):
-    """A drafter of trees with the draft model `model`.
+    """Drafts trees with the draft model `model`.
 
     shares: how often a child is accepted, by its rank, as two lists: for greedy requests, and for all other requests.
     """
@@ -132,7 +132,7 @@ class TreeDrafter(Compound):
         super().end(seq)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Keep the cache rows of the accepted path, except for the last token's row. The next round runs that token."""
+        """Keep the cache rows of the accepted path, but not the row of the last token, which the next round runs."""
         for seq in seqs:
             if (tree := self._trees.pop(seq.id, None)) is not None:
                 self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
@@ -169,7 +169,7 @@ class TreeDrafter(Compound):
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
     def _first_rows(self, feeds: Feeds) -> dict[int, Seq[Row]]:
-        """Run the committed tokens that the model's cache lacks. Returns the logits after each sequence's last one."""
+        """Run the committed tokens that the cache lacks. Returns the logits after each sequence's last token."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
         self.model.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
@@ -178,7 +178,7 @@ class TreeDrafter(Compound):
         return {b: [scores.logits[i][-1]] for i, b in enumerate(feeds)}
 
     def _parents(self, tree: _Tree, depth: int) -> list[int]:
-        """Return the nodes of depth `depth` - 1 that get children."""
+        """Return the nodes at depth `depth` - 1 that get children."""
         if tree.shape is not None:
             wanted = {tree.places.get(node.parent, -1) for node in tree.shape if node.depth == depth > 0}
             return sorted(i for i in wanted - {-1} if tree.nodes[i].goes_on)
@@ -189,7 +189,7 @@ class TreeDrafter(Compound):
         return sorted(sorted(level, key=lambda i: -tree.nodes[i].value)[: max(0, most)])
 
     def _rows(self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]) -> dict[int, Seq[Row]]:
-        """Run the nodes `levels` of each sequence, with pending cache rows, and return the logits after each node."""
+        """Run the nodes levels[b] of each tree, with pending cache rows. Returns the logits after each of the nodes."""
         runs = []
         for b, level in levels.items():
             nodes = trees[b].nodes
@@ -211,7 +211,7 @@ class TreeDrafter(Compound):
         budget: Budget,
         coins: Coins,
     ) -> None:
-        """Draw the children of the nodes `level`. rows: the draft model's logits after each of these nodes."""
+        """Draw the children of the nodes in `level`. rows: the draft model's logits after each of these nodes."""
         lane, params = 0, self.model.params(seq)
         kind = kind_of(self.draws, params, seq)
         for at, row in zip(level, rows, strict=True):
@@ -229,7 +229,7 @@ class TreeDrafter(Compound):
                 tree.nodes.append(_Node(token, stated, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
-        """Return the children to draw for node `at`, as indices in the shape. Without a shape: `top_k` new indices."""
+        """Return the shape's indices of the children to draw for node `at`; without a shape, `top_k` new indices."""
         if tree.shape is None:
             return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
         return [
@@ -238,9 +238,9 @@ class TreeDrafter(Compound):
 
 
 def _draft(tree: _Tree) -> Draft:
-    """Return a draft of the best nodes, best first.
+    """Return a draft of the nodes with the largest values, best first.
 
-    Values never rise along a path, so the parents of the best nodes are among the best nodes, too.
+    Values never rise along a path, so the parents of the chosen nodes are chosen, too.
     """
     nodes = tree.nodes
     if tree.shape is not None:
@@ -253,7 +253,7 @@ def _draft(tree: _Tree) -> Draft:
 
 
 def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
-    """Yield the pending cache rows of the committed tokens from `num_held` to the last but one, up to a gap."""
+    """Yield the pending cache rows of committed tokens from `num_held` on, without the last, up to a missing row."""
     at = -1
     for token in seq.tokens[num_held : len(seq.tokens) - 1]:
         run = (i for i, node in enumerate(tree.nodes) if node.parent == at and node.token == token and node.row >= 0)
@@ -264,13 +264,13 @@ def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the spec of the draft model. Raises what `build` raises for the file of shares."""
+    """Return the needs: the spec of the draft model. Raises the errors of `artifacts.load` for the file of shares."""
     _shares(options, target.fingerprint)
     return Needs(parts=(options.of,))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
+    """Build the drafter. Raises the errors of `artifacts.load` for `file`, and BadOption if `of` is no draft model."""
     shares = _shares(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
     (model,) = made([options.of], target)
     if not isinstance(model, ModelDrafter):
@@ -279,7 +279,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def _shares(options: Options, fingerprint: str | None) -> tuple[list[float], list[float]]:
-    """Return the shares in a file, for greedy requests and for all others. Without a file, return the usual shares."""
+    """Return the shares of a file for greedy and for other requests, as two lists. Without a file: usual shares."""
     if options.file is None:
         return list(USUAL_SHARES), list(USUAL_SHARES)
     arrays, _ = artifacts.load(options.file, KIND, fingerprint)

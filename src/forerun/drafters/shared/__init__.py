@@ -1,1 +1,1 @@
-"""What several drafters share: files of heads, searches, tables, chains. A method is a file one level above."""
+"""Code that several drafters share: files of heads, searches, tables, chains. Methods are files one level above."""

@@ -1,8 +1,7 @@
 """The files of fitted drafters: arrays of token ids, and the fingerprint of the tokenizer that the ids belong to.
 
-`forerun train ...` writes such a file, and the drafter reads it when the drafter is built. It is a safetensors file
-with metadata that name the kind of the file. Token ids mean something else in another tokenizer, so a file of another
-tokenizer is refused.
+`forerun train ...` writes such a file, and `build` of the drafter reads it. The file is a safetensors file whose
+metadata name its kind. Token ids mean something else in another tokenizer, so a file of another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
 
 
 def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
-    """Write a fitted file. kind: the name of the `forerun train` command that makes it. tokenizer: a `fingerprint`.
+    """Write a fitted file. kind: the name of the `forerun train` command that fits it. tokenizer: a `fingerprint`.
 
     facts: further metadata, which `load` returns.
     """
@@ -42,8 +41,8 @@ def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[s
 def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
     """Return the arrays and the facts of a fitted file (see `save`).
 
-    tokenizer: the `fingerprint` that the file must have; None = not compared. Raises NotFound where there is no file,
-    UnsupportedModel where the file is empty, truncated or no safetensors file, and BadOption for a file of another
+    tokenizer: the `fingerprint` that the file must have; None = not compared. Raises NotFound if the file does not
+    exist, UnsupportedModel if the file is empty, truncated or no safetensors file, and BadOption for a file of another
     kind or tokenizer.
     """
     file = Path(path)

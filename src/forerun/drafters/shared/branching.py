@@ -1,4 +1,4 @@
-"""The beams of a beam search, which a draft model runs as branches of one tree."""
+"""Draft models that guess for beam searches. The beams of a search are run as branches of one tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Search:
 
 
 class BranchingModel(FedModel):
-    """A drafter whose model also runs the beams of beam searches, as branches of one tree."""
+    """A drafter whose model also guesses for beam searches. It runs the beams as branches of one tree."""
 
     branches = True
 
@@ -48,7 +48,7 @@ class BranchingModel(FedModel):
                 self._follow(seq)
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Run a level of nodes of each search in one pass, along with the nodes above them that were not run yet."""
+        """Run a level of nodes of each search in one pass, together with the ancestors that were not run yet."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
         read, catchup_tokens = self._read_sources(seqs, catchup_tokens)
@@ -72,7 +72,7 @@ class BranchingModel(FedModel):
         ]
 
     def _nodes(self, seq: Sequence, branches: Branches, level: Seq[int]) -> list[int]:
-        """Return the nodes to run for a level, parents before children; [] where one of the nodes cannot be run."""
+        """Return the nodes to run for a level, parents before children; [] if one of the nodes cannot be run."""
         tree, config = seq.hypotheses, self.runner.model.config
         if tree is None or self.num_unread(seq) > 1:
             return []
@@ -85,14 +85,14 @@ class BranchingModel(FedModel):
         return nodes if is_known and deepest <= config.max_positions else []
 
     def _next(self, seq: Sequence, node: int, row: Logits | None) -> Next | None:
-        """Return a function for the likely tokens after a node, with the penalties and masks of the target's scores."""
+        """Return a `Next` for the tokens after a node, with the target's penalties and masks; None if `row` is None."""
         if row is None or seq.hypotheses is None:
             return None
         history = History.of(seq, seq.hypotheses.text(node, seq.hypotheses.base))
         return partial(likeliest, row, self.params(seq), history)
 
     def _follow(self, seq: Sequence) -> None:
-        """Keep the cache rows of the tokens that a search has committed, and free the rows of abandoned beams."""
+        """Keep the cache rows of tokens that the search has committed, and free the rows of abandoned beams."""
         search, tree = self._searches[seq.id], seq.hypotheses
         if tree is not None:
             held = self.num_held(seq)

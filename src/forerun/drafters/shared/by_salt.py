@@ -1,4 +1,4 @@
-"""Tables that drafters learn, one for each request, or one for all requests with the same cache salt.
+"""Tables that drafters learn: one table for each request, or one for all requests with the same cache salt.
 
 A shared table outlives its requests.
 """
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class BySalt(Generic[T]):
-    """The tables of running requests. Where tables are shared, unused tables are kept too, up to a limit.
+    """The tables of running requests. Shared tables are also kept while no request uses them, up to a limit.
 
-    make: returns a new table. size: returns how many entries a table holds. most: the limit for the entries of all
-    unused tables together, but the unused table that was released last is always kept. tables: by salt or request; a
-    table that is released moves to the end.
+    make: returns a new table. size: returns the number of entries of a table. most: the limit for the entries of all
+    unused tables together. The unused table that was released last is always kept. tables: by salt or by request; a
+    released table moves to the end.
     """
 
     def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:
@@ -40,7 +40,7 @@ class BySalt(Generic[T]):
         return self.tables[self._key(seq)]
 
     def end(self, seq: Sequence) -> None:
-        """Release a request's table, and drop unused tables beyond the limit, the oldest first."""
+        """Release a request's table. If the unused tables now exceed the limit, drop the oldest of them."""
         key = self._key(seq)
         self.num_users[key] -= 1
         if self.num_users[key] <= 0:

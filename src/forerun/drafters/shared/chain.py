@@ -1,4 +1,4 @@
-"""The draft of one sequence, which a model makes token by token."""
+"""The draft of one sequence as a chain, which a model drafts token by token."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Row = Logits | int  # logits [V] of a sequence's next token, or the id of the la
 
 @dataclass(slots=True)
 class Chain:
-    """The draft of one sequence while it grows: tokens, and the distribution that each token was drawn from.
+    """The draft of one sequence while it grows: its tokens, and the distribution from which each token was drawn.
 
-    forced: indices of the tokens that a grammar forces.
+    forced: the indices of tokens that a grammar forces.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Chain:
     forced: list[int] = field(default_factory=list)
 
     def force(self, run: Seq[int]) -> None:
-        """Add the tokens `run`, which the grammar forces after the drawn tokens."""
+        """Append the tokens `run`, which the grammar forces after the tokens drafted so far."""
         self.forced += range(len(self.tokens), len(self.tokens) + len(run))
         self.tokens += run
         self.probs += map(Probs.of_point, run)
@@ -57,7 +57,7 @@ class Chain:
 def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
     """Return the probability of a drawn token.
 
-    For a point mass, returns the token's probability by softmax(logits), or 1 without logits [V].
+    If `draft_probs` is a point mass and logits [V] are given, return the token's probability by softmax(logits).
     """
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
@@ -71,12 +71,12 @@ def next_of(
     ids: Seq[int] | None = None,
     spread: Callable[[Logits], Logits] | None = None,
 ) -> tuple[Probs, Logits | None] | None:
-    """Return the distribution of the token after the drafted tokens, by the request's sampling, and its logits [V].
+    """Return the distribution of the token after the tokens `drafted`, by the request's sampling, and its logits [V].
 
     row: the drafter's output for that token: logits, or the id of the largest logit. With an id, None is returned in
-    place of the logits. ids: the target's id for each id of the head; None = the same ids. spread: turns the head's
-    logits into logits of all the target's ids. Returns None where the largest logit is not finite (as with NaN), or
-    where masks leave no token. No error is raised then: the target raises one if masks leave it no token.
+    place of the logits. ids: maps the head's ids to the target's ids; None = both are equal. spread: turns the head's
+    logits into logits of all the target's ids. Returns None if the largest logit is not finite (as with NaN), or if
+    masks leave no token. This raises no error, because the target raises one if masks leave it no token.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

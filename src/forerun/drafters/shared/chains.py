@@ -1,4 +1,4 @@
-"""Helpers for drafters of chains: drawing one token after another, and reading each text in order."""
+"""Helpers for drafters of chains: they draw one token after another, and read each text in order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def draw_chains(
 ) -> Draft:
     """Draft a chain for each sequence, within a budget.
 
-    expected(seq, drafted): returns the distribution of the token after the committed and the drafted tokens, or None,
-    which ends the chain. logits(seq, depth): returns the model's logits [V] at that depth, or None where the model has
-    not computed them. A drafter without a model gives no `logits`.
+    expected(seq, drafted): returns the distribution of the token after the committed tokens and the tokens `drafted`;
+    None ends the chain. logits(seq, depth): returns the model's logits [V] at that depth, or None if the model has not
+    computed them. A drafter without a model passes no `logits`.
     """
     chains = [_chain(seq, b, budget, coins[b], expected, logits) for b, seq in enumerate(seqs)]
     return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
@@ -55,11 +55,11 @@ def _chain(
 
 
 class Text(Protocol):
-    """A drafter's state for the committed tokens of one sequence."""
+    """A drafter's state that depends on the committed tokens of one sequence."""
 
     @property
     def num_read(self) -> int:
-        """The number of tokens that were read so far, from the first token on."""
+        """The number of tokens read so far, counted from the first token."""
 
     def read(self, tokens: Seq[int], stop: int) -> None:
         """Read the tokens from index `num_read` up to `stop`, exclusive."""
@@ -71,8 +71,8 @@ T = TypeVar("T", bound=Text)
 class Tokens:
     """The committed tokens of one sequence, in an array that numpy can search.
 
-    No numpy view of the array may exist while the array grows. For an encoder-decoder, the array begins with the token
-    ids of the encoder's input, as a separate text.
+    While a numpy view of the array exists, the array cannot grow. For an encoder-decoder, the array begins with the
+    token ids of the encoder's input, as a separate text.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -90,11 +90,11 @@ class Tokens:
 
 
 class Texts(Generic[T]):
-    """A drafter's states for all sequences, each learnt from the text of one sequence alone.
+    """A drafter's states for all sequences. Each state depends on the text of one sequence alone.
 
     A text is read in order, at most READ_TOKENS tokens in one call. A prompt is read chunk by chunk while the target
-    runs it. new(seq): returns the state before any token was read. is_fast: whether reading only copies tokens; one
-    call may then read any number of tokens. by_id: the states by sequence id.
+    runs it. new(seq): returns the state before any token is read. is_fast: whether reading only copies tokens; then one
+    call may read any number of tokens. by_id: the states by sequence id.
     """
 
     def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
@@ -103,22 +103,22 @@ class Texts(Generic[T]):
         self.by_id = dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Read the tokens that a pass ran and did not reject, and the committed token that follows them."""
+        """Read the tokens that a pass ran and that were not rejected, and the committed token after these."""
         for seq, view in zip(seqs, seen, strict=True):
             self._read(seq, view.start + len(view.kept) + 1)
 
     def catch_up(self, seqs: Seq[Sequence]) -> None:
-        """Read the unread tokens of these sequences, at most as many as one call may read."""
+        """Read the unread tokens of these sequences, at most READ_TOKENS for each unless `is_fast`."""
         for seq in seqs:
             self._read(seq, len(seq.tokens))
 
     def of(self, seq: Sequence) -> T | None:
-        """Return the state of a sequence; None where it has unread tokens. Then nothing is drafted for the sequence."""
+        """Return the state of a sequence; None if the sequence has unread tokens. Nothing may be drafted then."""
         text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
     def whole(self, seq: Sequence) -> T:
-        """Read a sequence's text to its end, and return the state. Allowed only where `is_fast`."""
+        """Read a sequence's text to its end, and return the state. Only for states with `is_fast`."""
         return self._read(seq, len(seq.tokens))
 
     def end(self, seq: Sequence) -> None:
@@ -140,7 +140,7 @@ class Texts(Generic[T]):
 class TextDrafter(Drafter, Generic[T]):
     """A drafter that guesses from the text of each sequence alone. A subclass defines the guess in `behind`.
 
-    new, is_fast: see Texts.
+    new, is_fast: as in Texts.
     """
 
     draws = "point"
@@ -160,7 +160,7 @@ class TextDrafter(Drafter, Generic[T]):
         self._texts.end(seq)
 
     def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the next token; None where there is no guess.
+        """Return the distribution of the next token; None if there is no guess.
 
         text: the sequence's state after its whole text was read. drafted: the tokens drafted after this text.
         """

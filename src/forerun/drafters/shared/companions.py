@@ -1,8 +1,8 @@
-"""Drafters that were published for a target and lie beside it, found by name.
+"""Finds drafters that were published for a target and are stored beside it, by their names.
 
-The assistant of a folder some-model-it lies in the folder some-model-it-assistant. For a GGUF file, the drafter is
-another GGUF file in the same folder: an assistant, or an EAGLE-3 or DFlash head, with a word in its name that tells the
-kind (WORDS). For a target of the hub, only drafters in the hub's cache are found.
+The assistant of a folder some-model-it is the folder some-model-it-assistant. For a GGUF file, the drafter is another
+GGUF file in the same folder: an assistant, or an EAGLE-3 or DFlash head. A word in the file's name tells its kind
+(WORDS). For a target of the hub, only drafters in the hub's cache are found.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of t
 
 
 def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of a drafter that lies beside a target and fits it; None where there is no such drafter.
+    """Return the spec of a drafter that is stored beside a target and fits it; None if no drafter is found.
 
-    For a target that was made in memory from another checkpoint, drafters of that checkpoint are looked for.
+    If the target was made in memory from another checkpoint, a drafter for that checkpoint is returned.
     """
     target = target.original or target
     return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
 
 
 def _candidates(target: OpenedCheckpoint) -> list[str]:
-    """Return the paths or hub ids of possible drafters; the names most like the target's name come first."""
+    """Return the paths or hub ids of possible drafters. Names that are most like the target's name come first."""
     if target.source is None:
         return []
     if is_hub_id(target.asked) and not target.path.is_file():
@@ -57,7 +57,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _alike(name: str, other: str) -> int:
-    """Return the length of the common beginning of two names. Upper and lower case are not distinguished."""
+    """Return the length of the common prefix of two names, ignoring case."""
     pairs = zip(name.lower(), other.lower(), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -72,7 +72,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _spec(name: str, target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter at a path or hub id; None where it is no drafter, or does not fit the target."""
+    """Return the spec of the drafter at a path or hub id; None if it is no drafter, or does not fit the target."""
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
             is_plain = re.search(r"[,+()]", name) is None  # these characters mean something in a spec

@@ -1,7 +1,7 @@
-"""The base of drafters that combine other drafters, their members. A round asks some of the members.
+"""The base of drafters that combine other drafters, their members. In a round, some of the members are asked to draft.
 
-Every member follows every sequence, no matter which member drafts for it, because the next round may ask another
-member. A draft model that was not asked for some rounds lacks committed tokens, and runs these tokens when it is asked.
+Every member follows every sequence, whichever member drafts for it, because the next round may ask another member. A
+draft model that was not asked for some rounds lacks committed tokens, and runs these tokens when it is asked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Lanes:
 
 
 class Compound(Drafter):
-    """A drafter that combines its members. It reads from the target whatever one of its members reads."""
+    """A drafter that combines its members. It reads all of the target's outputs that any member reads."""
 
     def __init__(self, members: Seq[Drafter]) -> None:
         self.members = list(members)
@@ -73,14 +73,14 @@ class Compound(Drafter):
         return min([free for free in by_member if free is not None], default=None)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Let the members catch up in turn, the earlier ones first."""
+        """Let the members catch up one after another, in order, until `num_tokens` tokens are used up."""
         self.start()
         for member in self.members:
             member.catch_up(seqs, num_tokens - sum(self.caught_up.values()))
             self.count(member)
 
     def start(self) -> None:
-        """Begin to count anew the tokens and seconds of catching up. Called before a round's members are asked."""
+        """Reset the counts of tokens and seconds of catching up. Called before a round's members are asked."""
         self.caught_up, self.catchup_s = {}, 0.0
 
     def ask(
@@ -100,14 +100,14 @@ class Compound(Drafter):
         return [draft.only(i) for i in range(len(chosen))]
 
     def count(self, member: Drafter) -> None:
-        """Add the tokens and seconds that a member just spent on catching up."""
+        """Add to this drafter's counts the tokens and seconds that a member has spent on catching up."""
         for sequence_id, num_tokens in member.caught_up.items():
             self.caught_up[sequence_id] = self.caught_up.get(sequence_id, 0) + num_tokens
         self.catchup_s += member.catchup_s
 
 
 def _draws(members: Seq[Drafter]) -> str:
-    """Return `Drafter.draws` for a drafter with these members; "any" where members draw siblings in different ways.
+    """Return the value of `Drafter.draws` for a compound; "any" if its members draw siblings in different ways.
 
     A chain has no siblings, so a member that drafts chains fits every value but "point".
     """
@@ -121,10 +121,10 @@ def _draws(members: Seq[Drafter]) -> str:
 
 
 def specs(name: str, texts: str, least: int = 1) -> list[str]:
-    """Split a text such as lookup+model into the specs of its members, and return them.
+    """Split a text such as lookup+model into the specs of the members.
 
-    name: the method that combines the members, for messages. Raises BadOption for fewer than `least` members, or an
-    unknown member.
+    name: the method that combines the members, for messages. Raises BadOption if there are fewer than `least` members,
+    or if a member is unknown.
     """
     parsed = parse_list(texts)
     if len(parsed) < least:
@@ -135,7 +135,7 @@ def specs(name: str, texts: str, least: int = 1) -> list[str]:
 
 
 def of_model(name: str, spec: str) -> None:
-    """Raise BadOption unless a member's spec names a draft model. name: the compound's method, for the message."""
+    """Raise BadOption unless `spec` names a draft model. name: the method that combines members, for the message."""
     method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")

@@ -1,7 +1,7 @@
-"""The two halves of a text search: where the end of a text occurred before, and which tokens followed there.
+"""Search a text: find earlier occurrences of its end, and guess from the tokens that followed there.
 
-`levels` finds the occurrences of every suffix of a context, and `grow` turns their continuations into a chain or a tree
-by frequency. Both work on plain tokens, without an index. docs/methods/suffix.md gives the reasons.
+`levels` finds the occurrences of every suffix of a context, and `grow` turns the tokens after these occurrences into a
+chain or a tree by frequency. Both work on plain tokens, without an index. docs/methods/suffix.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SHAPE_HELP = "path = the most frequent chain, tree = the likeliest nodes"
 
 
 def check_shape(method: str, shape: str) -> None:
-    """Raise BadOption for a value of the option `shape` that does not exist."""
+    """Raise BadOption for an unknown value of the option `shape`."""
     if shape not in SHAPES:
         raise BadOption(f"{method}:shape={shown(shape)} is not possible: it must be {' or '.join(SHAPES)}")
 
 
 @dataclass(frozen=True)
 class Level:
-    """The places in a text where the last `length` tokens of a context occur.
+    """The occurrences in a text of the last `length` tokens of a context.
 
     found: the index after each occurrence, ascending; or a mask of the text that is True where occurrences begin.
     """
@@ -52,12 +52,12 @@ class Level:
 
 
 def levels(text: Tokens, context: Seq[int]) -> list[Level]:
-    """Return where the suffixes of a context occur in a text [L], one Level for each suffix, the shortest first.
+    """Find where the suffixes of a context occur in a text [L]. Returns a Level for each suffix, the shortest first.
 
-    Suffixes that occur at the same places have the same continuations, so only the longest of them is returned. An
-    occurrence may end at the end of the text. Suffixes of NUM_MASKS tokens or more are looked for only at the last
-    NUM_FOLLOWED occurrences of the suffix of NUM_MASKS tokens. So the work is bounded for any text: NUM_MASKS passes
-    over the text, and one comparison of NUM_FOLLOWED places with the context.
+    If several suffixes occur at the same places, only the longest of them is returned, because their continuations are
+    equal. An occurrence may end at the end of the text. Suffixes of NUM_MASKS tokens or more are searched only at the
+    last NUM_FOLLOWED occurrences of the suffix of NUM_MASKS tokens. So the work is bounded for any text: NUM_MASKS
+    passes over the text, and one comparison of NUM_FOLLOWED places with the context.
     """
     suffixes: list[Level] = []
     mask, num_before, length = np.ones(len(text) + 1, dtype=bool), -1, 0  # mask[i]: the last `length` tokens are at i
@@ -76,9 +76,9 @@ def levels(text: Tokens, context: Seq[int]) -> list[Level]:
 
 
 def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list[Level]:
-    """Compare the end of the context with the text before each of these places, and return the levels that match.
+    """Compare the end of the context with the text before each place. Returns a Level for each match length.
 
-    There is one level for each length of a match. ends [n]: the places, as indices after the last token to compare.
+    ends [n]: the places, each as the index after the last token to compare.
     """
     if not len(ends):
         return []
@@ -92,8 +92,9 @@ def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list
 class Guess:
     """The guessed nodes of one sequence, best first.
 
-    parents: the index of each node's parent; -1 = the last committed token. probs: the probability of the whole path
-    down to each node, by the counts. match: the length in tokens of the suffix whose occurrences gave the guess.
+    parents: the index of each node's parent; -1 = the last committed token. probs: for each node, the probability by
+    the counts of the whole path down to the node. match: the length, in tokens, of the suffix whose occurrences gave
+    the guess.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -103,11 +104,11 @@ class Guess:
 
     @property
     def score(self) -> float:
-        """The expected number of accepted nodes if the text goes on as it did before."""
+        """The expected number of accepted nodes, if the tokens follow with the counted frequencies."""
         return sum(self.probs)
 
     def confidence(self, node: int) -> float:
-        """Return the confidence in a node of a path: the probability of its token after its parent, by the counts.
+        """Return the confidence in a node of a chain: the probability of its token after its parent, by the counts.
 
         The probability is reduced for short matches.
         """
@@ -117,8 +118,8 @@ class Guess:
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
         """Return a draft of the nodes that the budget of sequence b allows, as point masses.
 
-        Nodes that the grammar refuses are left out, and so are nodes whose parent is left out. Nodes that the grammar
-        forces are marked as forced, and the budget is not asked about them.
+        Nodes that the grammar refuses are left out, together with all nodes below them. Nodes that the grammar forces
+        are marked as forced, and the budget is not asked about them.
         """
         places = {-1: -1}
         paths = {-1: list[int]()}
@@ -150,7 +151,7 @@ class Guess:
 
 
 def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
-    """Return whether a sequence's grammar allows a token after the drafted tokens, and whether it forces the token."""
+    """Return whether the grammar allows `token` after the tokens `drafted`, and whether it forces `token`."""
     if seq.grammar is None:
         return True, False
     if not seq.grammar.may_draft:
@@ -167,14 +168,14 @@ def grow(
 ) -> Guess:
     """Make a guess of at most `num_nodes` nodes from the tokens that followed the occurrences of a suffix.
 
-    rows: for each occurrence, the next `num_nodes` tokens. Nothing is guessed after an END_OF_TEXT in a row. A row
-    is shorter if it reaches the end of the text that is being continued. Such a row goes on with the guessed
-    tokens, so that a repetition like "ab ab ab" is continued. end_ids: ids after which nothing is guessed.
+    rows: for each occurrence, the next `num_nodes` tokens. Nothing is guessed after an END_OF_TEXT in a row. A row is
+    shorter if it reaches the end of the text that is being continued. Such a row goes on with the guessed tokens, so
+    that a repetition like "ab ab ab" is continued. end_ids: ids after which nothing is guessed.
 
-    The probability of a node is the share of rows that begin with the node's path. Nodes below `min_prob` are left
-    out. The likeliest node comes first, and equally likely nodes stay in the order in which they were found. If
-    `is_tree` is false, the guess is a chain: at each depth, only the most frequent next token is kept. Among
-    equally frequent tokens, the one in the earliest row is kept.
+    The probability of a node is the share of rows that begin with the node's path. Nodes below `min_prob` are left out.
+    The likeliest node comes first, and equally likely nodes stay in the order in which they were found. If `is_tree` is
+    false, the guess is a chain: at each depth, only the most frequent next token is kept. Among equally frequent
+    tokens, the token in the earliest row is kept.
     """
     guess = Guess()
     open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows

@@ -1,4 +1,4 @@
-"""Conversion of heads that were published only as pickles.
+"""Conversion of published heads whose weights are stored only as pickles.
 
 torch unpickles only tensors and plain containers (weights_only), so no code in the file is run.
 """
@@ -22,10 +22,10 @@ from forerun.text.files import unreadable
 
 
 def convert_head(folder: Path, out: Path) -> int:
-    """Write config.json and all tensors of a folder's pickles into a new folder. Returns the number of tensors.
+    """Write config.json and all tensors of a folder's pickles into the new folder `out`. Returns the number of tensors.
 
-    Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle that holds anything but
-    named tensors, BadOption for an output folder that is not empty.
+    Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle that does not hold named
+    tensors only, and BadOption for an output folder that is not empty.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")

@@ -30,12 +30,12 @@ NEUTRAL = {"input_embedding_scale": (1, None), "output_multiplier": (1, None), "
 
 
 class ContextModel(Model, Protocol):
-    """A model with blocks that see earlier tokens through keys and values, which are made of the target's rows."""
+    """A model whose blocks attend to earlier tokens through a context: keys and values made of the target's rows."""
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
         """Compute the keys and values of the batch's tokens from the target's rows, and write them into the cache.
 
-        layer_rows: for each layer that is read, the target's rows after that layer, each [n, H].
+        layer_rows: the target's rows [n, H] after each layer in DFlashConfig.layers.
         """
 
 
@@ -45,8 +45,8 @@ class DFlashConfig:
 
     decoder: the spec of the drafter's layers. layers: the target's layers after which the drafter reads the residual
     stream. block: the number of rows of a block: one for the last committed token, and one for each token to guess.
-    mask_id: the id of the mask, which stands in the row of a token to guess. draft_vocab: the number of ids that are
-    drafted; None = all.
+    mask_id: the id of the mask, which is the input of each row with a token to guess. draft_vocab: the number of ids
+    that are drafted; None = all.
     """
 
     decoder: Spec
@@ -73,7 +73,7 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
-        """Read the entries of a config.json that `to_json` made, or that a model of z-lab has. path: for messages.
+        """Make the config from a config.json of `to_json`, or of a model of z-lab. path: the folder, for messages.
 
         Raises UnsupportedModel for settings that forerun does not compute.
         """
@@ -101,7 +101,7 @@ class DFlashConfig:
 
 
 def _refuse_others(raw: Mapping[str, Any], path: str) -> None:
-    """Raise UnsupportedModel for relatives of DFlash that compute something else."""
+    """Raise UnsupportedModel for models that are related to DFlash but compute something else."""
     kinds = raw.get("architectures") or []
     other = next((kind for kind in kinds if "DSpark" in str(kind) or "DFlash2" in str(kind)), None)
     if other is not None or not isinstance(raw.get("dflash_config"), Mapping):
@@ -139,7 +139,7 @@ def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 
 
 def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
-    """Return the spec of the layers. A row sees its whole block, and a context that is made of the target's rows.
+    """Return the spec of the layers. Each row attends to its whole block, and to a context made of the target's rows.
 
     num_ids: how many ids are drafted.
     """

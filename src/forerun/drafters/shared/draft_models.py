@@ -1,4 +1,4 @@
-"""Loading a draft model beside its target: the choice of the model, its cache, and the ids that it never drafts."""
+"""Loads a draft model beside its target: chooses the model, makes its cache, and finds the ids that it never drafts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
 
 
 def _short_vocabulary(draft: ModelConfig, target: ModelConfig, num_ids: int) -> ShortVocabulary | None:
-    """Return the object that chooses how many ids a draft model drafts; None where a model's size is unknown.
+    """Return the object that chooses how many ids a draft model drafts; None if the size of a model is unknown.
 
-    The time of a pass is taken to be proportional to the number of weights.
+    The time of a pass is assumed to be proportional to the number of weights.
     """
     if not isinstance(draft, Spec) or not isinstance(target, Spec):
         return None
@@ -51,10 +51,10 @@ def _short_vocabulary(draft: ModelConfig, target: ModelConfig, num_ids: int) -> 
 def cache_for(
     model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False, **options: Any
 ) -> KVCache:
-    """Make a cache for a draft model, as large as the target's. layers: the layers that are cached; None = all.
+    """Make a KV cache for a draft model, with room for as many tokens as the target's cache.
 
-    keeps_all: whether layers with windows keep all rows, for drafters that cannot run a text again. options: engine
-    options that differ for this cache.
+    layers: the layers that are cached; None = all. keeps_all: whether layers with windows keep all rows, for drafters
+    that cannot run a text again. options: engine options that differ for this cache.
     """
     if isinstance(model, KeepsCache):
         return model.own_cache()
@@ -73,7 +73,7 @@ def cache_for(
 
 
 def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
-    """Return the ids without a token in the target's or the draft model's tokenizer.
+    """Return the ids that lack a token in the target's tokenizer or in the draft model's tokenizer.
 
     Such ids are never drafted, because their rows in the LM head are untrained.
     """
@@ -87,8 +87,8 @@ def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     """Return the draft model that a method's options name.
 
-    Without a name, return the model that the caller has loaded, or else the shipped one. Drafters of one engine that
-    name the same model share it. Raises BadOption where there is no draft model, or where the options contradict the
+    Without a name, return the model that the caller has loaded, or else the shipped draft model. Drafters of one engine
+    that name the same model share it. Raises BadOption if there is no draft model, or if the options contradict the
     loaded model.
     """
     quantization = rounding(options.quantization)
@@ -124,7 +124,7 @@ def has_encoder(model: Model) -> bool:
 def check_pair(checkpoint: Checkpoint, target: Target) -> None:
     """Raise BadOption or VocabularyMismatch for a draft model that cannot draft for the target.
 
-    BadOption: the draft model is an encoder-decoder and the target is not. VocabularyMismatch: their tokenizers differ.
+    BadOption: the draft model is an encoder-decoder, and the target is not. VocabularyMismatch: the tokenizers differ.
     """
     if has_encoder(checkpoint.model) and not has_encoder(target.model):
         raise BadOption(

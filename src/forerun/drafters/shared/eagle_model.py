@@ -1,7 +1,7 @@
 """The head of the drafter eagle as a model: its sizes, its weights, and the spec that backends compute.
 
-One kind of spec describes the heads of `forerun train head`, of EAGLE-1 and 2, and of EAGLE-3 and 3.1. These heads
-differ in a few switches of EagleConfig, and in their norms, biases and matrices. The names of a head's weights tell
+Specs of one form describe the heads of `forerun train head`, of EAGLE-1 and 2, and of EAGLE-3 and 3.1. These heads
+differ in a few switches of EagleConfig, and in their norms, biases and matrices. The names of a head's weights show
 which norms, biases and matrices the head has.
 """
 
@@ -27,7 +27,7 @@ OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # names of the embedding 
 
 
 class HeadModel(Model, Protocol):
-    """A model that reads tokens, each with a row of features that are made of the target's hidden states.
+    """A model that reads tokens, each together with a row of features made of the target's hidden states.
 
     feeds_itself: whether `run_ahead` feeds the model's own output rows to its next steps.
     """
@@ -35,7 +35,7 @@ class HeadModel(Model, Protocol):
     feeds_itself: bool
 
     def features(self, layer_rows: Seq[Any]) -> Any:
-        """Return features [n, H]. layer_rows: the target's rows after each layer that is read, each [n, size]."""
+        """Return features [n, H]. layer_rows: the target's rows [n, size] after each layer in EagleConfig.layers."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class EagleConfig:
     """The sizes and switches of a head.
 
     decoder: the head's layers, as the spec of a decoder with tied embeddings over the ids that the head drafts. layers:
-    the target's layers after which the head reads the residual stream; () = the rows after the target's final norm. The
-    other fields are for published heads. target_size: the width of the target's rows; None = the head's width.
-    norm_before_residual: whether the residual stream begins with the normed features. norm_output: whether the next
-    step's features are the rows after the final norm (EAGLE 3.1).
+    the target's layers after which the head reads the residual stream; () = the head reads the rows after the target's
+    final norm. The other fields are for published heads. target_size: the width of the target's rows; None = the head's
+    width. norm_before_residual: whether the residual stream begins with the normed features. norm_output: whether the
+    next step's features are the rows after the head's final norm (EAGLE 3.1); False = the rows before it.
     """
 
     decoder: Spec
@@ -67,7 +67,7 @@ class EagleConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EagleConfig:
-        """Read the entries that `to_json` made. Raises UnsupportedModel for settings that forerun does not compute."""
+        """Make the config from entries of `to_json`. Raises UnsupportedModel for settings that are not supported."""
         rest = dict(raw)
         layers = rest.pop("eagle_aux_hidden_state_layer_ids", None)
         if not isinstance(layers, list) or not layers or not all(type(k) is int and k >= 0 for k in layers):
@@ -83,8 +83,8 @@ class EagleConfig:
 def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that make the decoder layer's input, by name.
 
-    fc_norm: the norms of the target's rows, before `fc` joins the rows. embedding_norm, hidden_norm: the norms of
-    embedding and features, before `input` joins both.
+    fc_norm: the norms of the target's rows, before `fc` joins the rows. embedding_norm, hidden_norm: the norms of the
+    embedding and of the features, before `input` joins both.
     """
     h, num = config.decoder.hidden_size, len(config.layers)
     norms = {f"{name}.weight": (h,) for name in (*(f"fc_norm.{i}" for i in range(num)), *SIDES)}
@@ -97,10 +97,10 @@ def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def spec_of(config: EagleConfig, weights: Collection[str], target: Model, num_embeddings: int | None) -> Spec:
-    """Return the spec of a head: its decoder, and the features that the decoder's input is made of.
+    """Return the spec of a head: its decoder, and the features from which the decoder's input is made.
 
-    weights: the names of the head's weights, which tell what parts the head has. num_embeddings: the number of rows of
-    the head's own embedding; None = the head uses the target's.
+    weights: the names of the head's weights, which show the parts that the head has. num_embeddings: the number of rows
+    of the head's own embedding; None = the head uses the target's embedding.
     """
     decoder, own_head, first = config.decoder, HEAD in weights, config.decoder.blocks[0]
     features = Features(
@@ -142,8 +142,9 @@ def make(
     """Load a head with the target's operators.
 
     weights: under our names (`input_shapes`, `layer_shapes`), not under the names of published heads. ids [n]: the
-    target's token id for each token id of the head. lends_head: for a head that has no LM head. True = it uses the
-    target's whole LM head, and then `ids` must be 0 to n - 1. False = it copies that LM head's rows for `ids`.
+    target's token id for each token id of the head. rounded: the format to which matrices are rounded; None = no
+    rounding. lends_head: for a head without an LM head. True = the head uses the target's whole LM head, and then `ids`
+    must be 0 to n - 1. False = the head copies the LM head's rows for `ids`.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

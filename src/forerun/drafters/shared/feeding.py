@@ -1,6 +1,6 @@
-"""The tokens of each sequence in a draft model's cache, and how the cache catches up with the committed tokens.
+"""Keeps a draft model's cache up to date with the committed tokens of each sequence.
 
-After a round the cache lacks one committed token, or two where the whole draft was accepted, because the last drafted
+After a round the cache lacks one committed token, or two if the whole draft was accepted, because the last drafted
 token was never run. Before the model drafts for a sequence, it runs the tokens that the cache lacks (at first the whole
 prompt), within a budget. Until the cache has caught up, the sequence has no draft and decodes plainly.
 """
@@ -28,10 +28,10 @@ Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`
 
 @dataclass(slots=True)
 class _Fed:
-    """The tokens of one sequence that the draft model's cache holds; the first `num_sure` of them are committed.
+    """The tokens of one sequence that are in the draft model's cache; the first `num_sure` of them are committed.
 
-    params: the sampling parameters of the sequence's draws. best_only: whether the draws need only the largest logit's
-    id. only_filters: whether the draws use only filters, and no bias, penalties or masks.
+    params: the sampling parameters of the sequence's draws. best_only: whether the draws need only the id of the
+    largest logit. only_filters: whether the draws use only filters, and no bias, penalties or masks.
     """
 
     tokens: list[int]
@@ -42,7 +42,7 @@ class _Fed:
 
 
 class Space:
-    """The number of cache blocks that a pass may still reserve, for all its sequences together."""
+    """Counts the cache blocks that a pass may still reserve, for all its sequences together."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
@@ -71,7 +71,7 @@ class FedModel(SearchingDrafter):
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def shorten(self, short: ShortVocabulary | None) -> None:
-        """From now on draft only the first ids of the vocabulary, as many as `short` chooses. None = change nothing."""
+        """Draft only the first ids of the vocabulary from now on, as many as `short` chooses. None = change nothing."""
         if short is None:
             return
         self.short = short
@@ -99,7 +99,7 @@ class FedModel(SearchingDrafter):
             self.runner.sources.release(seq.id)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Free the cache rows of rejected tokens, before the scheduler asks how much room there is."""
+        """Free the cache rows of rejected tokens, before the scheduler asks how many rows are free."""
         for seq in seqs:
             if seq.id in self.guessing:
                 self._forget_rejected(seq)
@@ -109,12 +109,12 @@ class FedModel(SearchingDrafter):
         return self.runner.cache.free_tokens(without if sources is None else sources.slots(without))
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run the committed tokens that the cache lacks, except the last one, which a round runs for its logits."""
+        """Run the committed tokens that the cache lacks, but not the last one: the round runs it for its logits."""
         self.caught_up, self.catchup_s = {}, 0.0
         self._catch_up(*self._read_sources(seqs, num_tokens))
 
     def _catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Do the work of `catch_up` for sequences whose encoder inputs, if they have any, have been run."""
+        """Do the work of `catch_up` for sequences whose encoder inputs have been run, or that have none."""
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -133,7 +133,7 @@ class FedModel(SearchingDrafter):
         self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
-        """Record in `caught_up` and `catchup_s` how many tokens were run only to catch up, and how long that took.
+        """Add to `caught_up` the tokens that were run only to catch up, and to `catchup_s` the seconds of this run.
 
         num_tokens: the number of tokens, by sequence id.
         """
@@ -143,9 +143,9 @@ class FedModel(SearchingDrafter):
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
         """Run the sources (the encoder's inputs), which an encoder-decoder needs before it can draft.
 
-        A source is run as a whole, if it fits into the cache and into the rest of `num_tokens`. The first source that a
-        call runs is an exception: it may exceed `num_tokens`. Returns the sequences whose sources, if any, have been
-        run, and the rest of `num_tokens`.
+        A source is run as a whole, if it fits into the cache and into the remaining `num_tokens`. The first source that
+        a call runs is an exception: it may exceed `num_tokens`. Returns the sequences that have no unrun source, and
+        the number of remaining tokens.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
@@ -168,8 +168,9 @@ class FedModel(SearchingDrafter):
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
         """Catch up within the budget. Returns how many tokens may be drafted, [B], and the tokens to run first.
 
-        A sequence is in the second result only if one round can run all committed tokens that the cache lacks; no other
-        sequence drafts. The numbers leave room in the cache for these tokens, and for all drafted tokens but the last.
+        A sequence is in the second result only if one round can run all committed tokens that the cache lacks. Only
+        these sequences draft. The numbers leave room in the cache for these tokens, and for all drafted tokens but the
+        last.
         """
         if self.short is not None:
             self.short.read(seqs)
@@ -204,7 +205,7 @@ class FedModel(SearchingDrafter):
         return min(granted, budget.limits[b])
 
     def _limit(self, seq: Sequence, granted: int, room: Space) -> int:
-        """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.
+        """Return how many tokens to draft: at most `granted`, limited by the model's positions and room in the cache.
 
         Drafted token i (counted from 1) is run at index L + i - 1, where L is the number of committed tokens.
         """
@@ -217,22 +218,22 @@ class FedModel(SearchingDrafter):
         return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
-        """Return the Run that feeds these tokens of a sequence to the model. wanted: whose logits, as in Run.logits.
+        """Return the Run that feeds `tokens` of a sequence to the model. wanted: the rows with logits (Run.logits).
 
-        The Run asks only for the id of the largest logit where the draws need no more and pacing reads no logits.
+        If the draws need only the id of the largest logit, and pacing reads no logits, the Run asks only for this id.
         """
         return Run(seq.id, tokens, wanted, None, self._fed[seq.id].best_only and not reads_logits)
 
     def rows(self, scores: Scores, b: int) -> Seq[Row]:
-        """Return the output of run b of a pass for its wanted rows: the ids of the largest logits, or the logits."""
+        """Return the output for the wanted rows of run b of a pass: the ids of the largest logits, or the logits."""
         return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
 
     def params(self, seq: Sequence) -> SamplingParams:
-        """Return the sampling parameters with which tokens are drafted for a sequence."""
+        """Return the sampling parameters for drafting tokens of a sequence."""
         return self._fed[seq.id].params
 
     def doubt(self, seq: Sequence, start: int) -> None:
-        """Record that committed tokens of a sequence may have changed from the index `start` on."""
+        """Record that the committed tokens of a sequence may have changed from index `start` on."""
         fed = self._fed[seq.id]
         fed.num_sure = min(fed.num_sure, start)
 
@@ -241,17 +242,17 @@ class FedModel(SearchingDrafter):
         return len(seq.tokens) - self.num_held(seq) + (0 if sources is None else sources.num_unrun(seq.id))
 
     def num_held(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the cache holds, without pending rows (written, not committed yet)."""
+        """Return how many tokens of a sequence the cache holds. Pending (written, uncommitted) rows do not count."""
         return len(self._fed[seq.id].tokens)
 
     def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
-        """Keep these pending cache rows, which hold the next committed tokens, and drop all other pending rows."""
+        """Keep the pending cache rows `rows`, which hold the next committed tokens, and drop all other pending rows."""
         self.runner.cache.keep({seq.id: rows})
         held = self.num_held(seq)
         self.commit(seq, seq.tokens[held : held + len(rows)])
 
     def _forget_rejected(self, seq: Sequence) -> None:
-        """Cut the cache to the committed tokens. The last committed token is cut off, too, because it is run next."""
+        """Cut the cache to the committed tokens without the last committed token, because the round runs it next."""
         fed = self._fed[seq.id]
         end = min(len(fed.tokens), len(seq.tokens) - 1)
         same = min(fed.num_sure, end)
@@ -269,7 +270,7 @@ class FedModel(SearchingDrafter):
             self.guessing.add(seq.id)
 
     def commit(self, seq: Sequence, tokens: list[int]) -> None:
-        """Record that committed tokens were run, and let other sequences share their cache blocks."""
+        """Record that the committed tokens `tokens` were run, and let other sequences share their cache blocks."""
         fed = self._fed[seq.id]
         fed.tokens += tokens
         fed.num_sure = len(fed.tokens)
@@ -280,7 +281,7 @@ class FedModel(SearchingDrafter):
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
-        """Return `num_tokens` if the model can run so many tokens from `start` on, else 0.
+        """Return `num_tokens` if the model can run that many tokens from index `start` on, else 0.
 
         The tokens must lie within the model's positions, and their ids within its vocabulary.
         """
@@ -289,7 +290,7 @@ class FedModel(SearchingDrafter):
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: Feeds, wanted: str = "last", reads_logits: bool = False) -> dict[int, Row]:
-        """Run these tokens and keep their cache rows. Returns the output after each last token, if wanted is "last"."""
+        """Run the tokens of `feeds`, and keep their cache rows. With wanted="last", return each last token's output."""
         if not feeds:
             return {}
         scores = self.runner.forward([self.run(seq, tokens, wanted, reads_logits) for seq, tokens in feeds.values()])
@@ -301,8 +302,8 @@ class FedModel(SearchingDrafter):
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters, changed by the drafter's own options.
 
-        The request for log-probabilities is left out, and so are biases of ids that the draft model lacks. The
-        drafter's options for draws are not used for a beam search, because a beam search draws nothing.
+        The request for log-probabilities is removed, and so are biases of ids that the draft model lacks. The drafter's
+        options for draws are not used for a beam search, because a beam search draws nothing.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}

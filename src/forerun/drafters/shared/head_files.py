@@ -1,9 +1,9 @@
 """Folders of trained heads: config.json, and model.safetensors under the names that published heads use.
 
 `forerun train head` writes such folders. The entry "forerun" of config.json names the method that reads the folder, and
-the tokenizer of the head's ids. The tensor `target_probe` holds some embeddings of the target that the head was trained
-for. A head for another target is refused, because its drafts would be rejected. The same target with fewer bits is
-accepted.
+the tokenizer of the head's ids. The tensor `target_probe` holds some embeddings of the target for which the head was
+trained. A head for another target is refused, because its drafts would be rejected. A head for the same target with
+fewer bits is accepted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def probe(model: Model, num_ids: int) -> HostTensor:
 def save(
     folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
 ) -> None:
-    """Write a head's folder. Each old file is kept until the new file is complete.
+    """Write a head's folder. Each old file stays in place until the new file is complete.
 
     tokenizer: the `artifacts.fingerprint` of the head's ids.
     """
@@ -87,11 +87,11 @@ def path_help(method: str) -> str:
 
 
 def located(path: str | None, method: str) -> str:
-    """Return the folder of a head. A head on the hub is first fetched whole into huggingface_hub's cache.
+    """Return the folder of a head. A head on the hub is first fetched as a whole into huggingface_hub's cache.
 
     path: a folder; a GGUF file, which is unpacked; the name of a head that ships with the package; or a hub id
-    org/name[@revision]. Raises BadOption without a path, NotFound where there is no such head or where it cannot be
-    fetched, UnsupportedModel for a pickle.
+    org/name[@revision]. Raises BadOption if `path` is None, NotFound if the head does not exist or cannot be fetched,
+    and UnsupportedModel for a pickle.
     """
     if path is None:
         raise BadOption(
@@ -121,14 +121,14 @@ def shipped_names() -> list[str]:
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """Return the files among `names` that hold a head's weights, shards in order."""
+    """Return the files in `names` that hold a head's weights. Shards are in order."""
     return [MEDUSA_WEIGHTS] if MEDUSA_WEIGHTS in names else sorted(n for n in names if fnmatch(n, "model*.safetensors"))
 
 
 def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
-    """Return the weight files of a head on the hub.
+    """Return the names of a head's weight files on the hub.
 
-    Raises NotFound where there is no head, UnsupportedModel where there are only pickles, before a file is fetched.
+    Raises NotFound if there is no head, and UnsupportedModel if there are only pickles, before any file is fetched.
     """
     files = weight_files(names)
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
@@ -143,7 +143,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
 
 
 def _known(method: str) -> str:
-    """Return the end of a message: in which ways a head can be named."""
+    """Return the end of an error message, which lists the ways to name a head."""
     shipped = shipped_names()
     listed = f", or one that ships here ({', '.join(shipped)})" if shipped else ""
     return (
@@ -155,8 +155,8 @@ def _known(method: str) -> str:
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
     """Return the entries of a head's config.json, without the entry "forerun".
 
-    tokenizer: the fingerprint that "forerun" must name; None = not compared. Raises NotFound where there is no head,
-    BadOption for a head of another method or tokenizer, UnsupportedModel for a pickle and for an unreadable file.
+    tokenizer: the fingerprint that "forerun" must name; None = not compared. Raises NotFound if there is no head,
+    BadOption for a head of another method or tokenizer, and UnsupportedModel for a pickle and for an unreadable file.
     """
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
@@ -183,7 +183,7 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
     """Return the weights of a head as they are stored, by name: tensors, and quantised matrices.
 
     shapes: by name, the shapes of the weights that the head must have. Raises UnsupportedModel for a truncated file and
-    for a tensor that is missing, misshapen or unknown; BadOption for a head of another target.
+    for a tensor that is missing, misshapen or unknown. Raises BadOption for a head of another target.
     """
     file, weights = Path(path) / WEIGHTS, stored(Path(path))
     had = weights.pop(PROBE, None)
@@ -196,7 +196,7 @@ def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model
 
 
 def check_target(path: str, target: Model, num_ids: int) -> None:
-    """Raise BadOption for a folder of `forerun train head` that was trained for another target."""
+    """Raise BadOption if `path` is a folder of `forerun train head` whose head was trained for another target."""
     if is_head(Path(path)):
         had = tensors(Path(path) / WEIGHTS, {PROBE})[PROBE]
         _check_probe(path, had.float32(), probe(target, num_ids).float32())
@@ -211,7 +211,7 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def _quantised(folder: Path) -> tuple[SafetensorsFolder, Mapping[str, Parts]]:
-    """Return a head's opened folder, and its quantised matrices by name, unread.
+    """Return a head's opened folder, and by name its quantised matrices, which are not read yet.
 
     Only folders of `forerun train head` have quantised matrices.
     """
@@ -225,7 +225,7 @@ def is_head(folder: Path) -> bool:
 
 
 def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
-    """Write a head with its matrices quantised into a new folder. Returns the bytes of all weights before and after.
+    """Write a copy of a head with quantised matrices into a new folder. Returns all weights' bytes before and after.
 
     Raises BadOption for an output folder that is not empty, for groups that do not divide the rows of a matrix, and for
     a head that is quantised already.
@@ -256,7 +256,7 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
 
 
 def tensors(file: Path, names: Container[str] | None = None) -> dict[str, HostTensor]:
-    """Return the tensors of these names in a file; None = all tensors. Raises UnsupportedModel for a broken file."""
+    """Return the tensors `names` of a file; None = all tensors. Raises UnsupportedModel for a broken file."""
     entries = safetensors_file.read_header(OpenFile(file))
     return {name: entry.whole() for name, entry in entries.items() if names is None or name in names}
 
@@ -267,12 +267,12 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
-    """Return how much memory a head in a folder takes beside its target, by the headers of the head's files.
+    """Return how much memory a head takes beside its target, by the headers of the files in the head's folder.
 
     rounded: the format to which matrices are rounded; None = no rounding. A rounded LM head keeps at least TABLE_BITS
     bits, as in any model. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
-    all_rows: whether a head that drafts every id copies all rows. Embeddings are counted even where they equal the
-    target's, because the headers do not show whether they do.
+    all_rows: whether a head that drafts every id copies all these rows. Embeddings are counted even if they equal the
+    target's, because the headers do not show whether they are equal.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
@@ -301,9 +301,10 @@ def _scheme(rounded: Quantization | None, least_bits: int) -> Scheme | None:
 def check_shapes(
     where: str, held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], again: str
 ) -> None:
-    """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
+    """Raise UnsupportedModel for a tensor that is missing, has another shape, or is unknown.
 
-    where: the file's name. again: the advice that ends the message about missing or unknown tensors.
+    where: the file's name. held: the shapes of the file's tensors. wanted: the shapes that the tensors must have.
+    again: the advice at the end of messages about missing or unknown tensors.
     """
     for name, shape in wanted.items():
         if name not in held:
@@ -321,7 +322,7 @@ def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
     """Return the ids [n] of the target that a head drafts, in ascending order.
 
     d2t [n]: for each id of the head, the number to add to get the target's id; None = the head drafts all ids of the
-    target. Raises UnsupportedModel where the ids do not ascend, or are no ids of the target.
+    target. Raises UnsupportedModel if the ids do not ascend, or are no ids of the target.
     """
     if d2t is None:
         return np.arange(num_ids)
@@ -332,7 +333,7 @@ def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
 
 
 def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of blockwise's layer, by name.
+    """Return the shapes of the weights of the layer of the drafter blockwise, by name.
 
     inner: the number of hidden units. width: the target's hidden size.
     """
@@ -362,7 +363,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def published_config(path: str, key: str) -> dict[str, Any] | None:
-    """Return the entries of a published head's config.json; None for other folders, and where `key` is missing."""
+    """Return the entries of a published head's config.json; None for any other folder, or if `key` is missing."""
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return None

@@ -2,8 +2,8 @@
 
 Such a file is unpacked once into a folder of the cache. The folder has the names, sizes and layer ids of a published
 head's folder, so that the same code reads both. The blocks of a head are blocks of a llama or of a Qwen 3 model, and
-are read by the code for these models. The tensors around the blocks have special names. Quantised weights become
-bfloat16 in the folder, and are rounded again on loading, as a published head's weights are.
+the code for these models reads them. The tensors outside the blocks have special names. Quantised weights become
+bfloat16 in the folder. On loading they are rounded again, like the weights of a published head.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LAYER = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class _Kind:
-    """The contents of GGUF files that hold heads of one architecture.
+    """Describes the GGUF files that hold heads of one architecture.
 
-    method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: the published
-    names of the tensors around the blocks, by their GGUF names. layer: the beginning of a block's published names; {}
-    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names; only
-    tensors whose published names are not the usual ones of the architecture are listed. keys: the names of the metadata
-    entries that describe the head.
+    method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: maps the GGUF
+    names of tensors outside the blocks to their published names. layer: the beginning of a block's published names; {}
+    stands for the block's number. inner: maps the endings of GGUF names of tensors in a block to their published names.
+    Only tensors whose published names are not the usual names of the architecture are listed there. keys: the names of
+    the metadata entries that describe the head.
     """
 
     method: str
@@ -81,7 +81,7 @@ def is_file(path: str) -> bool:
 
 
 def method_of(header: Header) -> str | None:
-    """Return the method that reads a file with this header; None where no drafter reads such a file."""
+    """Return the method that reads a file with this header; None if no drafter reads the file."""
     kind = KINDS.get(_text(header.metadata.get("general.architecture")))
     return None if kind is None else kind.method
 
@@ -89,7 +89,7 @@ def method_of(header: Header) -> str | None:
 def fits(path: str, target: Spec) -> bool:
     """Return whether the hidden size and the number of token ids in a GGUF file's metadata fit the target.
 
-    The target's number of ids may be larger by padding. Raises what `read_model` raises.
+    The target may have up to MOST_PADDING more ids, as padding. Raises the errors of `read_model`.
     """
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))
@@ -100,10 +100,10 @@ def fits(path: str, target: Spec) -> bool:
 
 
 def unpacked(path: str, method: str) -> str:
-    """Return the folder into which a GGUF file is unpacked, and unpack the file if the folder is missing.
+    """Return the folder into which a GGUF file is unpacked. The file is unpacked now if the folder does not exist.
 
     Raises BadOption for a file that the drafter `method` does not read, UnsupportedModel for an invalid head, and
-    CapacityError where the folder cannot be written.
+    CapacityError if the folder cannot be written.
     """
     header = read_model(Path(path))
     name = _text(header.metadata.get("general.architecture"))
@@ -132,7 +132,7 @@ def unpacked(path: str, method: str) -> str:
 
 
 def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
-    """Return the config.json and the tensors of a GGUF head, in the form of published folders."""
+    """Return the entries of config.json and the tensors of a GGUF head, in the form of published folders."""
     said = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
     of_head: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
     around = {tensor: ours for tensor, ours in kind.outer.items() if tensor in header.tensors}
@@ -168,14 +168,15 @@ def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict
 
 
 def _at(kind: _Kind, tensor: str) -> str:
-    """Return the beginning of the published name of a block's tensor; "" for a tensor outside of blocks."""
+    """Return the beginning of the published name of a block's tensor; "" for a tensor outside the blocks."""
     return kind.layer.format(tensor.split(".")[1]) if tensor.startswith("blk.") else ""
 
 
 def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) -> Header:
     """Return the header that a GGUF file of a whole model with the head's blocks would have.
 
-    Where the head has no embedding, the header lists an embedding without bytes, which gives the number of token ids.
+    If the head has no embedding, the header lists an embedding without bytes, whose shape gives the number of token
+    ids.
     """
     kept = {key: value for key, value in header.metadata.items() if not key.startswith(("general.arch", "split."))}
     metadata = {"general.architecture": kind.blocks.encode(), **kept}

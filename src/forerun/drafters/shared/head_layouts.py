@@ -1,10 +1,10 @@
 """Folders of heads that others have published: their tensors and config.json, translated into our own names.
 
-The names of the tensors, or `speculators_model_type`, tell what a folder holds. There are two ways to count layers. At
-the top of config.json (EAGLE-3's reference code, vLLM, speculators), layer id j in `eagle_aux_hidden_state_layer_ids`
-means that the *input* of layer j is read. Inside of `eagle_config` (SGLang, SpecForge), the same j means that the
-*output* of layer j is read. A reader that is off by one loses a few per cent of acceptance without any error. We count
-how many layers a row has passed when it is read.
+The names of the tensors, or `speculators_model_type`, show which kind of head a folder holds. Layers are counted in two
+ways. At the top of config.json (EAGLE-3's reference code, vLLM, speculators), layer id j in
+`eagle_aux_hidden_state_layer_ids` means that the *input* of layer j is read. Inside of `eagle_config` (SGLang,
+SpecForge), layer id j means that the *output* of layer j is read. A reader that is off by one loses a few per cent of
+acceptance without any error. We store the number of layers that a row has passed when it is read.
 
 Such a folder names no tokenizer, so only sizes can be compared with the target.
 """
@@ -73,9 +73,10 @@ NESTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published head, whose weights have not been read yet.
+    """A published head whose weights have not been read yet.
 
-    files: the files with its weights. config: its config.json. kind: a key of SIGNS. shapes: the shapes of its tensors.
+    files: the files with its weights. config: the entries of its config.json. kind: a key of SIGNS. shapes: the shapes
+    of its tensors.
     """
 
     path: str
@@ -112,11 +113,11 @@ class Published:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """All entries of config.json and of its `eagle_config` that are not null. The former take precedence."""
+        """All entries of config.json and its `eagle_config` that are not null. Those of config.json take precedence."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:
-        """Return all tensors in `must`, and the existing ones in `may`, by their published names.
+        """Return all tensors named in `must`, and the existing tensors named in `may`, by their published names.
 
         Raises UnsupportedModel for a tensor that is missing, has another shape, or is in neither `must` nor `may`.
         """
@@ -127,10 +128,10 @@ class Published:
 
 
 def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | None:
-    """Return the published head in a folder; None where config.json or the weights are missing.
+    """Return the published head in a folder; None if config.json or the weights are missing.
 
-    None also for a folder of `forerun train head`. ignore: entries of config.json that are not looked at. Raises
-    BadOption for a head that another drafter than `method` reads, UnsupportedModel for weights that no drafter reads.
+    Returns None also for a folder of `forerun train head`. ignore: entries of config.json to ignore. Raises BadOption
+    for a head that another drafter than `method` reads, and UnsupportedModel for weights that no drafter reads.
     """
     folder = Path(path)
     files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
@@ -155,7 +156,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
 
 
 def _unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json as EAGLE-1's authors write them, without the wrapper that vLLM adds."""
+    """Return the entries of config.json in the form of EAGLE-1's authors, without the wrapper that vLLM adds."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, Mapping):
         return config
@@ -186,9 +187,9 @@ def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def eagle_layers(head: Published, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers after which a head reads hidden states; () = it reads them after the final norm.
+    """Return the target's layers after which a head reads hidden states; () = after the final norm.
 
-    num_layers: how many layers the target has.
+    num_layers: the number of the target's layers.
     """
     if head.kind == EAGLE_1:
         return ()
@@ -205,7 +206,7 @@ def eagle_layers(head: Published, num_layers: int) -> tuple[int, ...]:
 def eagle_config(head: Published, num_layers: int | None = None) -> EagleConfig:
     """Return the sizes and switches of a head.
 
-    num_layers: how many layers the target has; None = not known, and then the `layers` of the result are (). Raises
+    num_layers: the number of the target's layers; None = not known, and then the result has layers=(). Raises
     UnsupportedModel for settings that would be computed wrongly.
     """
     _check_switches(head)
@@ -229,7 +230,7 @@ def eagle_config(head: Published, num_layers: int | None = None) -> EagleConfig:
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
     """Return the spec of a head, made from the spec that config.json gives for its decoder.
 
-    is_first: whether the head is of EAGLE-1, otherwise of EAGLE-3. In both, the first block has no norm before its
+    is_first: True = an EAGLE-1 head, False = an EAGLE-3 head. In both, the first block has no norm before its
     attention. An EAGLE-1 head never norms the block's input, and has no final norm. In an EAGLE-3 head, the block's
     input is normed already, and the block's attention reads both the embedding and the features.
     """
@@ -246,8 +247,8 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
 def read_eagle(head: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
     """Return a head's configuration, its weights by our names, and the target's ids that the head drafts.
 
-    The vocabulary of the returned configuration is these ids alone. Raises BadOption for a head of another target,
-    UnsupportedModel for tensors that do not fit.
+    The vocabulary of the returned configuration consists of these ids only. Raises BadOption for a head of another
+    target, and UnsupportedModel for tensors that do not fit.
     """
     num_vocab = size(head.decoder, "vocab_size")
     width = target.model.config.hidden_size
@@ -298,7 +299,7 @@ def _check_switches(head: Published) -> None:
 def _eagle_shapes(
     head: Published, config: EagleConfig, num_vocab: int, width: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of weights that a head must have, and of weights that it may have, by our names.
+    """Return two maps from our names to shapes: of weights that a head must have, and of weights that it may have.
 
     width: the target's hidden size.
     """
@@ -339,7 +340,7 @@ def _published_name(head: Published, ours: str) -> str:
 
 
 def _is_of_target(table: HostTensor, target: Target) -> bool:
-    """Return whether an embedding is the same as the target's, so that it need not be in memory twice."""
+    """Return whether an embedding equals the target's, so that it need not be in memory twice."""
     model: Model = target.model
     if table.shape[1] != model.config.hidden_size:
         return False
@@ -370,9 +371,9 @@ class MedusaHeads:
 
 
 def read_medusa(heads: Published, target: Target) -> MedusaHeads:
-    """Read Medusa heads. Their number is counted from the tensors, because old config files say 2 where there are 5.
+    """Read Medusa heads. The number of heads is counted from the tensors, because old config files say 2 for 5 heads.
 
-    Raises BadOption for heads of another target, UnsupportedModel for tensors that do not fit.
+    Raises BadOption for heads of another target, and UnsupportedModel for tensors that do not fit.
     """
     block, lm_head = "{0}.{1}.linear.", "{0}.{1}.weight"
     if any(name.startswith("blocks.") for name in heads.shapes):  # as vLLM writes them
@@ -416,9 +417,8 @@ def _medusa_ids(
 ) -> tuple[Ids, Ids | None]:
     """Return the ids that Medusa heads draft, and the indices of the rows to take from the LM heads in the files.
 
-    None is returned in place of the indices where all rows are taken, or where the files have no LM heads. token_map:
-    the ids that the heads draft; None = all. num_rows: the number of rows of an LM head in the files; None = the files
-    have no LM heads.
+    The indices are None if all rows are taken, or if the files have no LM heads. token_map: the ids that the heads
+    draft; None = all ids. num_rows: the number of rows of an LM head in the files; None = the files have no LM heads.
     """
     if token_map is None:
         if num_rows is not None:
@@ -443,7 +443,7 @@ def _medusa_ids(
 
 
 def _check_vocabulary(head: Published, num_vocab: int, target: Target) -> None:
-    """Raise BadOption where the head's vocabulary size differs from the target's by more than padding."""
+    """Raise BadOption if the head's vocabulary size differs from the target's by more than padding."""
     num_ids, padded = target.num_ids, target.model.config.vocab_size
     if num_vocab != padded and not num_ids <= num_vocab <= num_ids + MOST_PADDING:
         raise BadOption(

@@ -22,8 +22,8 @@ def loadable(
 ) -> Mapping[str, Weight]:
     """Return the weights of a head's spec in the form that the target's operators load.
 
-    rounded: the format to which matrices are rounded; None = no rounding. Raises BadOption where groups of that format
-    do not divide the rows of a matrix.
+    rounded: the format to which matrices are rounded; None = no rounding. Raises BadOption if groups of that format do
+    not divide the rows of a matrix.
     """
     loaded = dict[str, Weight]()
     for weight in blocks.weights(spec):
@@ -38,7 +38,7 @@ def loadable(
 
 
 def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
-    """Return a weight in the quantised format `scheme`; None = unquantised, in the target's dtype."""
+    """Return a weight in the quantised format `scheme`; None = not quantised, in the target's dtype."""
     if isinstance(part, QuantisedMatrix):
         if part.scheme == scheme:
             return part
@@ -48,23 +48,23 @@ def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
 
 
 def beside_of(spec: Spec, tensors: Mapping[str, Stored]) -> Beside:
-    """Return how much memory the weights of a spec take if they stay as their files store them."""
+    """Return how much memory the weights of a spec take if they stay in the formats of their files."""
     stored = [tensors[weight.name] for weight in blocks.weights(spec)]
     matrices = [((one.shape[0], one.shape[1]), one.scheme) for one in stored if len(one.shape) == 2]
     return Beside(tuple(matrices), 0, sum(one.shape[0] for one in stored if len(one.shape) == 1))
 
 
 def dense_of(weight: Weight) -> HostTensor:
-    """Return a head's weight unquantised: as it is, or dequantised to float32."""
+    """Return a head's weight as a dense tensor. A quantised matrix is dequantised to float32."""
     return dequantised(weight, "float32") if isinstance(weight, QuantisedMatrix) else weight
 
 
 def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
-    """Return the format to which a head is rounded, as the option says; None = no rounding.
+    """Return the format to which a head is rounded, by the option `quantization`; None = no rounding.
 
-    With auto the format is 8 bits where `pays` is True and the row length of every matrix is a multiple of the group
-    size. shapes: the shapes of the head's weights. pays: whether the target has weights of 4 or 8 bits, or the head
-    drafts no worse in 8 bits.
+    With auto the format is 8 bits if `pays` is True and the row length of every matrix is a multiple of the group size.
+    shapes: the shapes of the head's weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts
+    equally well in 8 bits.
     """
     if option != "auto":
         return None if option == "none" else Quantization.parse(option)
@@ -74,12 +74,12 @@ def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: b
 
 
 def is_packed(target: Model) -> bool:
-    """Return whether a target has weights of 4 or 8 bits in memory."""
+    """Return whether a target's weights in memory have 4 or 8 bits."""
     return bool(target.weight_bits)
 
 
 def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:
-    """Return a matrix in the quantised format `scheme`. The matrix is rounded when it is read."""
+    """Return a matrix in the quantised format `scheme`. It is rounded each time that it is read."""
     return QuantisedMatrix(
         scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight.float32(), scheme)])
     )

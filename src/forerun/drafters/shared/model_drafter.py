@@ -1,4 +1,4 @@
-"""The drafter whose model runs ahead of the target: token by token, or for a whole round in one call of the runner."""
+"""The drafter whose model runs ahead of the target: token by token, or a whole round in one call of the runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelDrafter(BranchingModel):
     def _proposed(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
     ) -> Draft:
-        """Run the tokens of `feeds`, which the cache lacks, and return the model's draft within these limits."""
+        """Run the tokens of `feeds`, which the cache lacks, then draft at most limits[b] tokens for sequence b."""
         if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
             return self._run_ahead(feeds, limits, budget, draws)
         reads_logits = budget.reads_logits or bool(budget.stops)
@@ -51,11 +51,11 @@ class ModelDrafter(BranchingModel):
         return Draft.joined([chain.draft() for chain in chains])
 
     def _to_run(self, chain: Chain, seq: Sequence, b: int, budget: Budget) -> list[int]:
-        """Return the tokens to run before the next draw, in the model's ids; [] where no token is to be drawn any more.
+        """Return the tokens to run before the next draw, in the model's ids; [] if no further token is to be drawn.
 
-        The tokens are the last drafted token and the tokens that the grammar forces after it. If the forced tokens fill
-        the limit, are too many for one pass, or are not worth the rows that they take in the target's pass, no token is
-        drawn any more.
+        The tokens are the last drafted token and the tokens that the grammar forces after it. No further token is drawn
+        if the forced tokens fill the limit, if they are too many for one pass, or if they are not worth their rows in
+        the target's pass.
         """
         last = chain.tokens[-1]
         most = budget.limits[b] if budget.limits else 0
@@ -69,7 +69,7 @@ class ModelDrafter(BranchingModel):
         return [self.own_id(last)]
 
     def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
-        """Return the tokens that a grammar forces after the drafted ones; [] where the model lacks one of the ids."""
+        """Return the tokens that a grammar forces after the tokens `drafted`; [] if the model lacks one of them."""
         run = seq.grammar.forced(seq.tokens, drafted) if seq.grammar is not None else []
         return run if max(run, default=0) < self.runner.model.config.vocab_size else []
 
@@ -78,16 +78,17 @@ class ModelDrafter(BranchingModel):
         return token
 
     def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
-        """Return the distribution from which the token after the committed tokens and `drafted` is drawn.
+        """Return the distribution of the token after the committed tokens and the tokens `drafted`.
 
-        Raises BadOption where masks and filters leave no token.
+        row: the model's output for that token: logits, or the id of the largest logit. Raises BadOption if masks and
+        filters leave no token.
         """
         if isinstance(row, int):
             return Probs.of_point(row)
         return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
 
     def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
-        """Return how the runner is to draw the tokens of these sequences in one call, as a Draw for each sequence.
+        """Return a Draw for each sequence, with which the runner draws the tokens of all sequences in one call.
 
         [] = the runner takes the likeliest tokens. None = the runner cannot draw the tokens in one call.
         """
@@ -126,7 +127,7 @@ class ModelDrafter(BranchingModel):
         return Draft.chains(chains, drawn)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token for a sequence, unless pacing stops here or its masks leave no token.
+        """Draw one more token for a sequence, unless pacing stops the chain or masks leave no token.
 
         Returns whether another token may follow.
         """

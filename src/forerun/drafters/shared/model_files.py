@@ -1,4 +1,4 @@
-"""Drafters with weights in the files of a model: the block of mtp, and an assistant.
+"""Helpers for drafters whose weights are in the files of a model: the block of mtp, and an assistant.
 
 Their weights are rounded as the target's are. If the vocabulary is large, they draft only its first ids, as many as the
 current texts need (short_vocab.py).
@@ -31,7 +31,7 @@ AS_TARGET = {"help": "int8 or int4[:group=N], none, or auto: as the target's wei
 
 
 def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
-    """Return a source of weights whose matrices are rounded as the option says. Raises BadOption if impossible."""
+    """Return `source`, with its matrices rounded as `option` says. Raises BadOption if the rounding is impossible."""
     said = target.config.quantization if option == AUTO else option
     if said in (None, "none", AUTO):
         return source
@@ -39,7 +39,7 @@ def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
 
 
 def head_of(weights: Mapping[str, HostTensor | QuantisedMatrix], spec: Spec, target: Model) -> LoadedModel:
-    """Load a head, which uses the target's embedding and LM head where its spec has none."""
+    """Load a head. It uses the target's embedding and LM head if its spec has none."""
     lent = Lent(target, list(range(spec.vocab_size)))
     return load_model(spec, weights, target.ops, device=target.device, lent=lent)
 
@@ -52,8 +52,8 @@ def stored_for(source: Source, target: Model) -> StoredWeights:
 def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:
     """Return the object that chooses how many ids are drafted; None for a small vocabulary.
 
-    model: the target. spec: the drafter's spec. The time of a pass is taken to be proportional to the number of weights
-    that the pass reads, including the target's LM head where the drafter has none.
+    model: the target. spec: the drafter's spec. The time of a pass is assumed to be proportional to the number of
+    weights that the pass reads. If the drafter has no LM head, the target's LM head is counted.
     """
     if num_ids <= LARGE or not isinstance(model.config, Spec):
         return None
@@ -64,7 +64,7 @@ def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary 
 
 
 def spread(logits: Row, num_ids: int, dtype: npt.DTypeLike) -> Row:
-    """Return logits of all ids, [num_ids]: these logits for the first ids, and -inf for all others."""
+    """Return the logits of all ids, [num_ids]: `logits` for the first ids, and -inf for all other ids."""
     whole: Row = np.full(num_ids, -np.inf, dtype)
     whole[: len(logits)] = logits[:num_ids]
     return whole

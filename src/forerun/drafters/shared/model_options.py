@@ -1,4 +1,4 @@
-"""The options of every drafter with a model: which model is loaded, and how tokens are drawn."""
+"""The options of drafters with a model: which model is loaded, and how tokens are drawn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB = {
 
 
 class Draws(Protocol):
-    """The options for drawing tokens, which every drafter with a model has."""
+    """The options for drawing tokens, common to drafters with a model."""
 
     @property
     def draft_temperature(self) -> float | None: ...
@@ -37,7 +37,7 @@ class Draws(Protocol):
 
 
 class Loads(Protocol):
-    """The options for loading a model, which every drafter with a checkpoint has."""
+    """The options for loading a model, common to drafters with a checkpoint."""
 
     @property
     def path(self) -> str | None: ...
@@ -47,7 +47,7 @@ class Loads(Protocol):
 
 @dataclass(frozen=True)
 class UsualDraws:
-    """The default options for drawing drafts: tokens are drawn with the request's own parameters."""
+    """The default options for drawing tokens: the request's own sampling parameters are used."""
 
     draft_temperature: float | None = None
     draft_top_k: int | None = None
@@ -58,9 +58,9 @@ USUAL = UsualDraws()
 
 
 def head_rows(method: str, draft_vocab: str) -> int | None:
-    """Return how many ids the option `draft_vocab` lets a model draft at most; None = no fixed limit.
+    """Return the largest number of ids that the option `draft_vocab` lets a model draft; None = no fixed limit.
 
-    Raises BadOption for anything but auto, none, and a number of at least 1.
+    Raises BadOption for any value but auto, none, and a number of at least 1.
     """
     if draft_vocab in ("none", AUTO):
         return None
@@ -72,7 +72,7 @@ def head_rows(method: str, draft_vocab: str) -> int | None:
 
 
 def check_temperature(method: str, value: float | None) -> None:
-    """Raise BadOption for a temperature above 0 and below the least that the sampling pipeline takes."""
+    """Raise BadOption for a temperature above 0 and below 1e-5, the least that the sampling pipeline accepts."""
     if value is not None and 0 < value < 1e-5:
         raise BadOption(f"{method}:draft_temperature={value} must be 0 (greedy) or at least 1e-5")
 

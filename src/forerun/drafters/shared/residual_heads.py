@@ -1,4 +1,4 @@
-"""Heads of residual blocks, x + silu(W x + b), as specs that any backend runs; each head guesses one token."""
+"""Heads of residual blocks, x + silu(W x + b), as specs that any backend runs. Each head guesses one token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.types import RaggedBatch
 
 @dataclass(frozen=True)
 class ResidualHead:
-    """One head, loaded as a model."""
+    """One head of residual blocks, loaded as a model."""
 
     model: HeadModel
 
@@ -32,9 +32,9 @@ class ResidualHead:
     ) -> ResidualHead:
         """Load a head. features: how the input of the first block is made. num_ids: how many ids the head drafts.
 
-        weights: the weights of the features and of the LM head, by the names in a spec, and the weights of block i, by
-        the names "{i}.weight" and perhaps "{i}.bias". beside: a loaded head whose LM head is used where `weights` has
-        no LM head.
+        weights: the weights of the features and of the LM head, by their names in a spec. The weights of block i are
+        named "{i}.weight" and, if there is a bias, "{i}.bias". beside: a loaded head whose LM head is used if `weights`
+        has no LM head.
         """
         width = target.config.hidden_size
         blocks = list[Block]()
@@ -60,7 +60,7 @@ class ResidualHead:
         return cls(cast(HeadModel, loaded))
 
     def rows(self, read: Seq[Any]) -> Any:
-        """Return the input rows of the LM head, [n, H]. read: the arrays that the features are made of, each [n, H]."""
+        """Return the input rows of the LM head, [n, H]. read: the arrays [n, H] from which the features are made."""
         features = self.model.features(read)
         num = len(features)
         batch = RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0])

@@ -1,6 +1,6 @@
-"""A text search that comes before the draft model, for all drafters with a model.
+"""A search of the text that comes before the draft model, for all drafters with a model.
 
-A search costs little. Its guess is drafted where it is expected to bring more accepted tokens than the model's guess
+A search costs little. Its guess is drafted if it is expected to bring more accepted tokens than the model's guess
 (`Stop.search`). The choice is made before any token is drawn, so drafts stay exact (docs/exactness.md).
 """
 
@@ -21,15 +21,15 @@ SEARCH = {
 
 
 class SearchingDrafter(Drafter):
-    """A drafter that runs its model only where a search of the text finds nothing better.
+    """A drafter that runs its model only if a search of the text finds no better guess.
 
-    A subclass defines `own_draft` and `num_unread`. search: the drafter that searches; None = there is no search.
+    A subclass defines `own_draft` and `num_unread`. search: the drafter that searches the text; None = no search.
     """
 
     search: Drafter | None = None
 
     def search_by(self, spec: str, method: str, target: Target) -> None:
-        """Let the drafter of this spec search the text first. Does nothing where `tells_confidence` is False.
+        """Make the drafter of `spec` search the text first. Does nothing if `tells_confidence` is False.
 
         spec: "none" = no search. method: this drafter's method, for messages. Raises BadOption for a drafter whose
         guesses cannot be compared with the model's.
@@ -58,7 +58,7 @@ class SearchingDrafter(Drafter):
         return Draft.joined([guesses.get(b, draft.only(b)) for b in range(len(seqs))]) if guesses else draft
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the model's chains, as `propose` would without a search."""
+        """Return the draft of the model alone, as `propose` would without a search."""
         raise NotImplementedError
 
     def num_unread(self, seq: Sequence) -> int:
@@ -66,9 +66,10 @@ class SearchingDrafter(Drafter):
         raise NotImplementedError
 
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return, by sequence, the search's guesses that are expected to bring more accepted tokens than the model's.
+        """Search the texts. Returns, by sequence, the guesses that are expected to be better than the model's guess.
 
-        The budget of these sequences becomes 0, so that the model drafts nothing for them.
+        A guess is better if it is expected to bring more accepted tokens. The budget of the returned sequences becomes
+        0, so that the model drafts nothing for them.
         """
         guesses = dict[int, Draft]()
         begun, self.search_s, self.num_searched = self.clock(), 0.0, 0

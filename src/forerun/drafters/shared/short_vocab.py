@@ -1,9 +1,9 @@
 """The choice of the ids that a draft model drafts: the tokenizer's first ids, as many as the current texts need.
 
 The LM head of a small model is a large part of the weights that a pass reads: more than a quarter for Qwen2.5 0.5B.
-Byte pair encoding gives out ids from frequent to rare, so most tokens of a text need only the first rows of the LM head
-(FR-Spec, Zhao et al. 2025, arXiv 2502.14856, ranks ids by counts of a large corpus instead). The share of these tokens
-is counted in the texts themselves, prompts included, so that a text in another script gets more rows.
+Byte pair encoding numbers ids from frequent to rare, so most tokens of a text need only the first rows of the LM head.
+(FR-Spec, Zhao et al. 2025, arXiv 2502.14856, ranks ids by counts of a large corpus instead.) The share of these tokens
+is counted in the texts themselves, prompts included. So a text in another script gets more rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_TOKENS = 8  # most tokens of a draft that are considered
 
 @dataclass
 class ShortVocabulary:
-    """Counts of the token ids in recent texts, from which the number of ids to draft is chosen.
+    """Counts the token ids in recent texts, and chooses from these counts how many ids to draft.
 
-    num_ids: the number of rows of the whole LM head. head_share: the whole LM head's share of the time of a
-    draft model's pass. pass_cost: the time of a draft model's pass with the whole LM head, in passes of the target.
-    counts: recent tokens, counted by the smallest size in SIZES that covers their ids. The last count is for ids beyond
-    all sizes.
+    num_ids: the number of rows of the whole LM head. head_share: the whole LM head's share of the time of a draft
+    model's pass. pass_cost: the time of a draft model's pass with the whole LM head, in passes of the target. counts:
+    the recent tokens, counted by the smallest size in SIZES that covers the token's id. The last count is for ids
+    beyond all sizes.
     """
 
     num_ids: int
@@ -39,7 +39,7 @@ class ShortVocabulary:
     _seen: dict[int, int] = field(default_factory=dict)
 
     def read(self, seqs: Seq[Sequence]) -> None:
-        """Count the tokens committed since the last call."""
+        """Count the tokens of these sequences that were committed since the last call."""
         for seq in seqs:
             new = seq.tokens[self._seen.get(seq.id, 0) :]
             self._seen[seq.id] = len(seq.tokens)
@@ -49,11 +49,11 @@ class ShortVocabulary:
                 self.counts[bisect_left(SIZES, token + 1)] += 1
 
     def forget(self, seq: Sequence) -> None:
-        """Forget how far a sequence was read."""
+        """Forget how many tokens of a sequence were counted."""
         self._seen.pop(seq.id, None)
 
     def best(self) -> int:
-        """Return the number of ids to draft with which the most tokens are expected in the time of one target pass."""
+        """Return the number of ids to draft that gives the most expected tokens in the time of one target pass."""
         total = sum(self.counts)
         covered = 0.0
         choices = [(0.0, self.num_ids)]

@@ -1,8 +1,8 @@
-"""The ways in which drafters of trees draw the children of a node, and the distribution that goes with each child.
+"""The ways to draw the children of a node of a draft tree, and the distribution that goes with each child.
 
 "distinct": siblings are drawn without replacement, each from the distribution without the earlier siblings.
-"independent": each is drawn from the whole distribution. "point": the likeliest tokens are the siblings, as point
-masses. A greedy request gets the likeliest tokens. A request under `match` gets the tokens with the largest sums of
+"independent": each sibling is drawn from the whole distribution. "point": siblings are point masses. For a greedy
+request, they are the likeliest tokens. For a request under `match`, they are the tokens with the largest sums of
 log-probability and noise; the target uses the same noise.
 """
 
@@ -22,7 +22,7 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
     """Return how siblings are drawn for one request: "match", "point", or the value of the drafter's `draws`.
 
-    params: the drafter's sampling parameters; their temperature may differ from the request's.
+    params: the drafter's sampling parameters, whose temperature may differ from the request's.
     """
     if seq.acceptance == "match" and not seq.params.greedy:
         return "match"
@@ -30,10 +30,10 @@ def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
 
 
 def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
-    """Return the distribution from which a node's children are drawn; None where masks leave no token.
+    """Return the distribution for drawing a node's children; None if masks leave no token.
 
-    Greedy parameters leave one token. To get several children, these parameters are replaced by temperature 1 without
-    filters, unless siblings are drawn independently. The likeliest tokens of the result are then the children.
+    Greedy parameters leave only one token. To get several children, they are replaced by temperature 1 without filters,
+    unless siblings are drawn independently. The likeliest tokens of the resulting distribution are then the children.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -74,8 +74,8 @@ def children_of(
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
     """Return the `num` ids with the largest probabilities above 0, the likeliest id first.
 
-    Ids with equal probabilities are in ascending order. If there is room for only some of these ids, it is undefined
-    which of them are returned.
+    Ids with equal probabilities are in ascending order. If only some of these ids are among the `num` ids, it is
+    undefined which ones.
     """
     weights = draft_probs.weights
     places = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
@@ -86,7 +86,7 @@ def likeliest(draft_probs: Probs, num: int) -> list[int]:
 
 
 def without(draft_probs: Probs, token: int) -> Probs | None:
-    """Return the distribution without a token, normalised again; None where no probability is left."""
+    """Return the distribution without a token, normalised again; None if no probability is left."""
     weights = draft_probs.weights.copy()
     weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
     mass = arithmetic.mass(weights)

@@ -15,13 +15,13 @@ KIND = "datastore"  # the kind of the fitted file
 
 
 class Datastore:
-    """Texts that can be searched. tokens [n]: each text, followed by END_OF_TEXT. suffixes [n]: their suffix array."""
+    """Searchable texts. tokens [n]: each text, followed by END_OF_TEXT. suffixes [n]: the suffix array of `tokens`."""
 
     def __init__(self, tokens: Tokens, suffixes: Tokens) -> None:
         self._tokens, self._suffixes = tokens, suffixes
 
     def places(self, pattern: Seq[int]) -> range:
-        """Return the range of indices in the suffix array at which the suffixes begin with a pattern."""
+        """Return the range of suffix array indices whose suffixes begin with `pattern`."""
         wanted, length = list(pattern), len(pattern)
 
         def beginning(entry: int) -> list[int]:
@@ -37,7 +37,7 @@ class Datastore:
         """Return the length of the longest suffix of a context that occurs in the texts, and its range (see `places`).
 
         Returns (0, range(0)) if no suffix of at least `min_match` tokens occurs. If a suffix occurs, every shorter
-        suffix does, too, so a binary search finds the length.
+        suffix occurs, too, so a binary search finds the length.
         """
         match = (0, range(0))
         low, high = min_match, len(context)
@@ -50,7 +50,7 @@ class Datastore:
         return match
 
     def continuations(self, length: int, places: range, most: int, num_tokens: int) -> list[list[int]]:
-        """Return the `num_tokens` tokens after each of up to `most` occurrences of a suffix of `length` tokens.
+        """Return the next `num_tokens` tokens after each of up to `most` occurrences of a suffix of `length` tokens.
 
         places: the indices of the occurrences in the suffix array.
         """
@@ -60,7 +60,7 @@ class Datastore:
 
 
 def load(path: str, fingerprint: str, num_ids: int) -> Datastore:
-    """Read a datastore's file. Raises what `artifacts.load` raises, and UnsupportedModel for other arrays.
+    """Read a datastore's file. Raises the errors of `artifacts.load`, and UnsupportedModel if it holds no datastore.
 
     num_ids: the number of the target's ids; a file with larger ids is refused.
     """

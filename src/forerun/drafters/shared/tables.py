@@ -1,8 +1,8 @@
-"""Tables of how often each token occurs, alone and after another token.
+"""Tables of token counts: how often each token occurs, and how often after each other token.
 
 A table is counted in one text, or fitted to many texts beforehand. `unigram` and `bigram` draw from tables. A
-distribution lists at most MOST_IDS ids, because a draw from all ids of a large vocabulary takes longer than the rest of
-a draft, and rare tokens hardly ever agree with the target.
+distribution lists at most MOST_IDS ids, because a draw from all ids of a large vocabulary takes longer than all other
+work for a draft, and rare tokens hardly ever agree with the target.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOTHING: Row = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Table(Protocol):
-    """Counts of tokens, alone and after another token."""
+    """Counts how often each token occurs, and how often after each other token."""
 
     def unigram(self) -> Row:
         """Return the most frequent ids and their counts, at most MOST_IDS."""
@@ -42,15 +42,15 @@ class Table(Protocol):
         """Return the ids that most often followed a token, with their counts, at most MOST_IDS."""
 
     def best(self, token: int | None) -> int | None:
-        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None.
+        """Return the id that most often followed `token`. If `token` is None, return the most frequent id.
 
-        Of equally frequent ids, returns the lowest. None where nothing was counted.
+        Of equally frequent ids, the lowest is returned. Returns None if nothing was counted.
         """
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Where the counts come from, and how they are used."""
+    """The options: the source of the counts, and how tokens are chosen from the counts."""
 
     method: ClassVar[str]
     path: str | None = option(None, "file of `forerun train ngram`; none = count the request's own text")
@@ -65,7 +65,7 @@ class TableOptions:
 
 
 def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
-    """Return the `most` ids with the highest counts, sorted by id. Of ids with equal counts the lowest are taken."""
+    """Return the `most` ids with the highest counts, sorted by id. Of ids with equal counts, the lowest are taken."""
     if len(ids) > most:
         kept = np.lexsort((ids, -counts))[:most]
         ids, counts = ids[kept], counts[kept]
@@ -76,8 +76,8 @@ def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
 def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.float64]]:
     """Return the ids v and their probabilities (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
 
-    row: C2, the counts after the last token. back_off: C1, the counts of tokens alone. Where k is 0 or the back-off is
-    empty, the probabilities follow the row alone; where the row is empty, they follow the back-off alone.
+    row: C2, the counts after the last token. back_off: C1, the counts of single tokens. If k is 0 or `back_off` is
+    empty, the probabilities follow `row` alone. If `row` is empty, they follow `back_off` alone.
     """
     ids = np.union1d(row[0], back_off[0])
     weights = np.zeros(len(ids))
@@ -136,12 +136,12 @@ class TextTable:
         return self._unigram[1]
 
     def behind(self, token: int) -> Row:
-        """Return the ids that most often followed a token, with their counts."""
+        """Return the ids that most often followed a token, and their counts, at most MOST_IDS ids."""
         counter = self._behind.get(token)
         return NOTHING if counter is None else counter.row()
 
     def best(self, token: int | None) -> int | None:
-        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None."""
+        """Return the id that most often followed `token`. If `token` is None, return the most frequent id."""
         counter = self._alone if token is None else self._behind.get(token)
         return None if counter is None else counter.best
 
@@ -150,7 +150,7 @@ class FittedTable:
     """The table in a file of `forerun train ngram`.
 
     The file has these arrays. counts [V]: how often each id occurs. starts [V + 1], followers, follower_counts: the ids
-    after id u are followers[starts[u] : starts[u + 1]], ascending, and follower_counts has their counts at the same
+    after id u are followers[starts[u] : starts[u + 1]], ascending, and their counts are in follower_counts at the same
     indices. A file of order 1 has only counts.
     """
 
@@ -165,12 +165,12 @@ class FittedTable:
         return self._unigram
 
     def behind(self, token: int) -> Row:
-        """Return the ids that most often followed a token, with their counts."""
+        """Return the ids that most often followed a token, and their counts, at most MOST_IDS ids."""
         start, stop = self._arrays["starts"][token : token + 2]
         return most_frequent(self._arrays["followers"][start:stop], self._arrays["follower_counts"][start:stop])
 
     def best(self, token: int | None) -> int | None:
-        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None."""
+        """Return the id that most often followed `token`. If `token` is None, return the most frequent id."""
         ids, counts = self._unigram if token is None else self.behind(token)
         return int(ids[counts.argmax()]) if len(ids) else None
 
@@ -178,7 +178,7 @@ class FittedTable:
 def needs(options: TableOptions, target: Known) -> Needs:
     """Check the file, and return empty needs, because the memory plan does not count tables.
 
-    Raises what `artifacts.load` raises. Only `load` compares the arrays with the target's ids.
+    Raises the errors of `artifacts.load`. The arrays are compared with the target's ids only in `load`.
     """
     if options.path is not None:
         artifacts.load(options.path, KIND, target.fingerprint)
@@ -186,7 +186,7 @@ def needs(options: TableOptions, target: Known) -> Needs:
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:
-    """Read a fitted file. Raises UserError where it is incomplete, of another target, or of a lower order."""
+    """Read a fitted file. Raises UserError if it is incomplete, belongs to another target, or has a lower order."""
     arrays, _ = artifacts.load(path, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
     _check_arrays(path, arrays, target.num_ids)
     if order > 1 and "starts" not in arrays:
@@ -195,7 +195,7 @@ def load(path: str, target: Target, order: int) -> FittedTable:
 
 
 def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_ids: int) -> None:
-    """Raise UnsupportedModel where the arrays' lengths or ids do not fit a table of `num_ids` ids."""
+    """Raise UnsupportedModel if the lengths or the ids in the arrays do not fit a table of `num_ids` ids."""
     wide = {name: array.astype(np.int64) for name, array in arrays.items() if array.dtype.kind in "iu"}
     empty = np.zeros(0, np.int64)
     counts, starts = wide.get("counts", empty), wide.get("starts", np.zeros(num_ids + 1, np.int64))
@@ -242,7 +242,7 @@ class _TextTableDrafter(TextDrafter[TextTable]):
 
 
 def drafter(options: TableOptions, target: Target, order: int, k: float = 1.0) -> Drafter:
-    """Make a drafter with the fitted table that the options name, or with one table for each text where they name none.
+    """Make a drafter with the fitted table in `options.path`. If the path is None, each text gets its own table.
 
     order: 2 = a guess depends on the last token, 1 = on no token. k: see `mixture`. Raises UserError for a file of
     another target.

@@ -1,7 +1,7 @@
 """Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
 
-`forerun train head --keep` puts a head there. From then on `auto` uses it for that target: a search of the text drafts
-first, because its guesses cost nothing, and the head drafts where the search finds nothing.
+`forerun train head --keep` stores a head there. From then on `auto` uses it for that target: a search of the text
+drafts first, because its guesses cost nothing, and the head drafts if the search finds nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOM = "drafters"
 
 
 def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter that uses the head kept for a target; None where no head is kept."""
+    """Return the spec of the drafter with the head that is kept for a target; None if no head is kept."""
     room = cache_folder() / ROOM
     target = target.original or target
     if target.source is None or not room.is_dir():
@@ -37,9 +37,9 @@ def find(target: OpenedCheckpoint) -> str | None:
 
 
 def keep(target: OpenedCheckpoint, head: Path) -> Path:
-    """Copy a head's folder to the place where `find` looks, and return the new folder.
+    """Copy a head's folder to the place in the cache where `find` looks, and return the new folder.
 
-    A head that is kept there already is replaced. Raises CapacityError where the folder cannot be written.
+    A head that is already there is replaced. Raises CapacityError if the folder cannot be written.
     """
     folder = cache_folder() / ROOM / (target.original or target).fingerprint
     try:
