@@ -1,4 +1,4 @@
-"""Block verification in closed form: how many tokens a round emits where a drafted chain is judged as a whole."""
+"""Block verification in closed form: the mean number of tokens of a round if a drafted chain is judged as a whole."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST_VALUES = 1 << 22
 def block_tokens(p: npt.ArrayLike, q: npt.ArrayLike, gamma: int) -> float:
     """Return the mean number of tokens that a round of the rule `block` emits, with the same p and q at all positions.
 
-    It is 1 + sum_i E[P_i] over gamma positions, where P_i = min(1, P_(i-1) p(x_i) / q(x_i)) and x_i is drawn from q
-    (Sun et al. 2024, arXiv 2403.10444). P_i takes at most V^i values, and equal values are merged.
+    The mean is 1 + sum_i E[P_i] over gamma positions, where P_i = min(1, P_(i-1) p(x_i) / q(x_i)) and x_i is drawn from
+    q (Sun et al. 2024, arXiv 2403.10444). P_i takes at most V^i values, and equal values are merged.
     `formulas.chain_tokens` returns this mean for one given chain. Raises ValueError for a negative gamma, and for too
     many values.
     """

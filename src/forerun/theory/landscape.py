@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Landscape:
-    """The speed-ups for A values of alpha and for gamma = 0 .. max_gamma, which are G = max_gamma + 1 values."""
+    """The speed-ups for A values of alpha and for G = max_gamma + 1 values of gamma: 0 .. max_gamma."""
 
     alphas: Floats  # [A]
     tokens: Floats  # [A, G] emitted per round, equation (1)
@@ -21,7 +21,7 @@ class Landscape:
 
     @property
     def best_gammas(self) -> npt.NDArray[np.int64]:
-        """The best gamma for each alpha, [A]: the least of equally good gammas; 0 where drafting does not pay."""
+        """The best gamma for each alpha, [A]: the least of equally good gammas; 0 if drafting does not pay."""
         return np.asarray(self.speedups.argmax(axis=1), dtype=np.int64)
 
     @property
@@ -35,9 +35,9 @@ def landscape(
 ) -> Landscape:
     """Return the speed-ups tokens / (c gamma + v(gamma) + o) for all alphas and gammas.
 
-    v, verify_ratios: seconds of a target pass over gamma + 1 rows / seconds of a pass over one row, for each gamma
-    [max_gamma + 1], or one number for all. o, overhead: seconds of a round outside the models / seconds of a target
-    pass over one row. Raises ValueError for an alpha outside [0, 1] and for impossible costs.
+    v, verify_ratios: seconds of a target pass over gamma + 1 rows / seconds of a pass over one row, as an array for
+    gamma = 0 .. max_gamma, or as one number for all gammas. o, overhead: seconds of a round outside the models /
+    seconds of a target pass over one row. Raises ValueError for an alpha outside [0, 1] and for impossible costs.
     """
     a = np.atleast_1d(np.asarray(alphas, dtype=np.float64))
     gammas = np.arange(max_gamma + 1, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The noise of a perfect sampler: how far the shares of the ids that it draws are from their probabilities."""
+"""The noise of a perfect sampler: how far the shares of the drawn ids are from the ids' probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
-    """Return the standard deviation of the L1 distance with mean `simulate.l1_noise`, by the normal approximation.
+    """Return the standard deviation of the L1 distance whose mean is `simulate.l1_noise`, by the normal approximation.
 
     The shares of two ids have the correlation r = -sqrt(p_x p_y / ((1 - p_x)(1 - p_y))). The absolute values of two
     normal variables with this correlation and the deviations s_x, s_y have the covariance
@@ -29,7 +29,7 @@ def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
 
 
 def chi_square(counts: Seq[float], probs: Seq[float]) -> float:
-    """Return Pearson's statistic, sum (count - expected)^2 / expected; inf where an event of probability 0 occurred."""
+    """Return Pearson's statistic, sum (count - expected)^2 / expected; inf if an event of probability 0 occurred."""
     expected = np.asarray(probs, dtype=np.float64) * sum(counts)
     observed = np.asarray(counts, dtype=np.float64)
     if (observed[expected == 0] > 0).any():
@@ -41,8 +41,8 @@ def chi_square(counts: Seq[float], probs: Seq[float]) -> float:
 def chi_square_tail(value: float, num_free: int) -> float:
     """Return the probability that a chi-square variable with `num_free` degrees of freedom is at least `value`.
 
-    It is the finite sum of Abramowitz and Stegun 26.4.4 and 26.4.5. Raises ValueError for num_free < 1 or a negative
-    value.
+    The probability is the finite sum of Abramowitz and Stegun 26.4.4 and 26.4.5. Raises ValueError for num_free < 1 or
+    a negative value.
     """
     if num_free < 1 or value < 0:
         raise ValueError(f"value={value}, num_free={num_free}: at least 0 and 1 are needed")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Operations(NamedTuple):
-    """A row of Table 1, for c = c_hat = 0: arithmetic operations and speed, as multiples of plain decoding's."""
+    """A row of Table 1, for c = c_hat = 0: arithmetic operations and speed, in multiples of plain decoding."""
 
     alpha: float
     gamma: int
@@ -25,7 +25,7 @@ TABLE_1 = (
 
 
 class Speed(NamedTuple):
-    """A row of Table 4. The target is T5-XXL. Table 2 lists the same runs without c and `expected`."""
+    """A row of Table 4, with T5-XXL as the target. Table 2 lists the same runs without c and `expected`."""
 
     task: str
     draft: str

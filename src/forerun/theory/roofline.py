@@ -1,13 +1,13 @@
 """The seconds that a decoder's forward pass takes on a machine, from the bytes it moves and the operations it does.
 
 By the roofline model (Williams, Waterman, Patterson 2009) a kernel takes the longer of two times: bytes / bandwidth,
-and operations / peak. Matrix products and attention are counted separately: a large batch makes the products bound by
-arithmetic, while each sequence still reads its own cache. Norms, activations, sampling, launches and the rows of the
-embedding table are not counted, so a measured pass is never faster. The bytes that an engine allocates are in
-`forerun.memory`.
+and operations / peak. Matrix products and attention are counted separately. A large batch makes the products
+compute-bound, while each sequence still reads its own cache. Norms, activations, sampling, launches and the rows of the
+embedding table are not counted, so a measured pass is never faster. `forerun.memory` counts the bytes that an engine
+allocates.
 
-A mixture of experts reads every expert that at least one row has chosen. So a further row adds no reads only if it
-chooses experts that other rows have chosen too (`formulas.distinct_experts`).
+A pass of a mixture of experts reads every expert that at least one row has chosen. So a further row adds no reads only
+if it chooses experts that other rows have chosen too (`formulas.distinct_experts`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _llama(*sizes: int) -> Spec:
 
 
 def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
-    """Return the decoder with `num` experts in place of each feed-forward part.
+    """Return the decoder with each feed-forward part replaced by `num` experts.
 
     Each expert is as large as the feed-forward part that it replaces. chosen: the number of experts that a row uses.
     """
@@ -45,7 +45,7 @@ def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
 
 
 def _seeing(spec: Spec, windows: tuple[int | None, ...]) -> Spec:
-    """Return the decoder with these attention windows, in rotation over the layers. None = a layer without a window."""
+    """Return the decoder with these attention windows, which repeat over the layers. None = no window in a layer."""
     reach = [windows[i % len(windows)] for i in range(spec.num_layers)]
     seen = [(b, b.attention and replace(b.attention, window=w)) for b, w in zip(spec.blocks, reach, strict=True)]
     return replace(spec, blocks=tuple(replace(b, attention=a) for b, a in seen))
@@ -80,7 +80,7 @@ MACHINES = {
 
 
 class Precision(NamedTuple):
-    """The bytes of one weight, scales included, and of one number in the KV cache."""
+    """The bytes that one weight takes, scales included, and the bytes that one number in the KV cache takes."""
 
     weight_bytes: float = 2.0
     cache_bytes: float = 2.0
@@ -93,7 +93,7 @@ BF16 = Precision()
 class Step:
     """One forward pass over `batch` sequences, each with `rows` new tokens after `context` cached tokens.
 
-    overlap: how much the rows' choices of experts coincide, from 0 (independent rows) to 1 (all rows choose the same
+    overlap: how far the rows choose the same experts, from 0 (independent rows) to 1 (all rows choose the same
     experts).
     """
 
@@ -104,29 +104,29 @@ class Step:
 
 
 class Work(NamedTuple):
-    """Bytes moved and operations done."""
+    """The bytes that a computation moves, and the operations that it does."""
 
     bytes: float
     operations: float
 
     def seconds(self, machine: Machine) -> float:
-        """Return the longer of two times: to move the bytes, and to do the operations."""
+        """Return the longer of two times, in seconds: to move the bytes, and to do the operations."""
         return max(self.bytes / machine.bytes_per_s, self.operations / machine.operations_per_s)
 
 
 class PassWork(NamedTuple):
-    """The two kinds of work of a pass, matrix products and attention, which run one after another."""
+    """The work of a pass in two parts, matrix products and attention, which run one after the other."""
 
     products: Work
     attention: Work
 
     @property
     def total(self) -> Work:
-        """The sum of both kinds of work."""
+        """The sum of the work of both parts."""
         return Work(self.products.bytes + self.attention.bytes, self.products.operations + self.attention.operations)
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of the pass, which are the sum of both kinds' seconds."""
+        """Return the seconds of the pass: the sum of the seconds of both parts."""
         return self.products.seconds(machine) + self.attention.seconds(machine)
 
 
@@ -134,8 +134,8 @@ class PassWork(NamedTuple):
 def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
     """Count the weights in the matrices of all layers.
 
-    Returns the number of weights that every row uses, and the number of weights in experts, counted for each pair
-    (number of experts in a layer, number of experts that a row chooses).
+    Returns the number of weights that every row uses, and the number of weights in experts. The latter is counted for
+    each pair (number of experts in a layer, number of experts that a row chooses).
     """
     dense, experts = 0, Counter[tuple[int, int]]()
     for block, times in Counter(spec.blocks).items():
@@ -149,7 +149,7 @@ def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
 
 
 def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
-    """Return how many weights a pass over `num_rows` rows reads: matrices of the layers, chosen experts, and LM head.
+    """Return how many weights a pass over `num_rows` rows reads: the layers' matrices, chosen experts, and the LM head.
 
     overlap: see Step. For one row, this is also the number of weights that the row is multiplied by.
     """
@@ -161,21 +161,21 @@ def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
 
 
 def expert_part(spec: Spec) -> float:
-    """Return the experts' share of the weights that a pass over one row reads, 0 to 1."""
+    """Return the experts' share of the weights that a pass over one row reads, from 0 to 1."""
     dense, _ = _layer_weights(spec)
     return 1 - (dense + spec.vocab_size * spec.hidden_size) / weights_read(spec)
 
 
 def cache_elements(spec: Spec) -> int:
-    """Return how many numbers the KV cache stores for one token: the keys and values of all layers."""
+    """Return how many numbers the KV cache stores for one token: the keys and values of all layers that store any."""
     with_keys = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
     return sum(2 * a.kv_heads * a.head_dim for a in with_keys)
 
 
 def _operations_per_key(spec: Spec) -> int:
-    """Return the operations that a row takes for each attention key it sees, summed over all layers.
+    """Return the operations that a row needs for each key that it attends to, summed over all layers.
 
-    They compute the score and the weighted value.
+    The operations compute the score of the key, and add the weighted value.
     """
     return sum(4 * a.heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
 
@@ -183,8 +183,8 @@ def _operations_per_key(spec: Spec) -> int:
 def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
     """Return the work of a pass that computes the logits of every row, as verification does.
 
-    A row attends to the context, to the rows before it and to itself, as far as the layer's window reaches. Raises
-    ValueError for a step without rows.
+    A row attends to the context, to the rows before it and to itself, but no further than the layer's window. Raises
+    ValueError for a step without rows or sequences, or with a negative context.
     """
     if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
         raise ValueError(f"{step}: rows and batch are at least 1, context at least 0")
@@ -204,7 +204,7 @@ def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
 
 
 def pass_seconds(spec: Spec, step: Step, machine: Machine, precision: Precision = BF16) -> float:
-    """Return the least time that a pass can take on a machine, in seconds."""
+    """Return the least time in seconds that a pass can take on a machine."""
     return pass_work(spec, step, precision).seconds(machine)
 
 
@@ -213,7 +213,7 @@ def verify_ratios(
 ) -> npt.NDArray[np.float64]:
     """Return v(gamma) for gamma = 0 .. max_gamma, [max_gamma + 1].
 
-    v(gamma): seconds of a pass over gamma + 1 rows of each sequence / seconds of a pass over one row of each sequence.
+    v(gamma) = seconds of a pass over gamma + 1 rows of each sequence / seconds of a pass over one row of each sequence.
     """
     passes = [pass_seconds(spec, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
     return np.array(passes) / passes[0]
@@ -227,20 +227,20 @@ def cost_ratio(
     draft_precision: Precision = BF16,
     target_precision: Precision = BF16,
 ) -> float:
-    """Return c: seconds of the draft model's pass / seconds of the target's pass.
+    """Return c = seconds of the draft model's pass / seconds of the target's pass.
 
-    Both passes are over one row of each sequence of `step`.
+    Both passes run one row of each sequence of `step`.
     """
     one = replace(step, rows=1)
     return pass_seconds(draft, one, machine, draft_precision) / pass_seconds(target, one, machine, target_precision)
 
 
 def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
-    """Return the number of rows at which matrix products take as long for arithmetic as for reading the weights.
+    """Return the number of rows at which the arithmetic of matrix products takes as long as reading the weights.
 
-    It is F / B x bytes / 2. F and B are the operations and the bytes that the machine does per second, and `bytes` is
-    the size of a weight. Up to this number of rows (batch x (gamma + 1)) a further row costs nothing, except for
-    experts that no other row chooses.
+    The number is F / B x bytes / 2. F and B are the operations and the bytes that the machine does per second, and
+    `bytes` is the size of a weight. Up to this number of rows (batch x (gamma + 1)) a further row costs nothing, except
+    for experts that no other row chooses.
     """
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 
@@ -248,8 +248,8 @@ def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
 def encoder_operations(spec: Spec, num_tokens: int) -> float:
     """Return the operations of an encoder of this size over `num_tokens` tokens that all attend to each other.
 
-    One round over gamma + 1 rows after a context does at most as many operations as one run of the encoder over context
-    and rows (section 3.4 of Leviathan et al. 2023), because fewer rows go through the matrices, and no row attends to
-    later rows.
+    A round over gamma + 1 rows after a context does at most as many operations as one run of the encoder over context
+    and rows (section 3.4 of Leviathan et al. 2023). The reasons: in the round, fewer rows go through the matrices, and
+    no row attends to later rows.
     """
     return 2.0 * weights_read(spec) * num_tokens + float(num_tokens) ** 2 * _operations_per_key(spec)

@@ -1,8 +1,9 @@
 """Tests of samples against known probabilities, the power of these tests, and bounds on the deviations they miss.
 
-G-tests and chi-square tests compare counts with probabilities. `holm` judges several tests together. An e-process may
-be evaluated after every sample. `detectable_tv` returns the deviation that a test finds with a given number of samples.
-`weissman` bounds the deviation that such a test may have missed. No test proves that there is no deviation.
+G-tests and chi-square tests compare counts with probabilities. `holm` judges several tests together. `largest_log_e`
+computes an e-process, which may be evaluated after every sample. `detectable_tv` returns the deviation that a test
+finds with a given number of samples. `weissman` bounds the deviation that a test may have missed. No test proves that
+there is no deviation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEAST_EXPECTED = 5.0  # samples in a cell; with fewer, the statistic is not dist
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a test. num_free: degrees of freedom; 0 where there is only one cell, and so nothing to compare."""
+    """The result of a test. num_free: degrees of freedom; 0 if there is only one cell, and so nothing to compare."""
 
     statistic: float
     num_free: int
@@ -34,10 +35,10 @@ class Fit:
 def g_test(counts: npt.ArrayLike, probs: npt.ArrayLike, least: float = LEAST_EXPECTED) -> Fit:
     """Compare counts [cells] with known probabilities [cells], by the likelihood ratio 2 sum O ln(O / E).
 
-    O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until the expected
-    count of each is at least `least`. The statistic is divided by Williams' factor, which makes its distribution closer
-    to chi-square: 1 + (sum 1/p - 1) / (6 N (cells - 1)) (Williams 1976). The p-value is 0 where a cell of probability
-    0 has a count.
+    O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until each has an
+    expected count of at least `least`. The statistic is divided by Williams' factor
+    1 + (sum 1/p - 1) / (6 N (cells - 1)), which makes its distribution closer to chi-square (Williams 1976). N is the
+    number of samples. The p-value is 0 if a cell of probability 0 has a count.
     """
     observed, wanted = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
     num = int(observed.sum())
@@ -70,8 +71,8 @@ def _pooled(counts: Floats, probs: Floats, least: float) -> tuple[Floats, Floats
 def independence_test(table: npt.ArrayLike) -> Fit:
     """Test whether the rows and columns of counts [R, C] are independent, by the likelihood ratio.
 
-    The statistic has (R - 1)(C - 1) degrees of freedom. This also holds where overlapping pairs of neighbours in a
-    series were counted (Bartlett 1951).
+    The statistic has (R - 1)(C - 1) degrees of freedom. The test also holds for counts of overlapping pairs of
+    neighbours in a series (Bartlett 1951).
     """
     counts = np.asarray(table, dtype=np.float64)
     counts = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
@@ -86,10 +87,10 @@ def independence_test(table: npt.ArrayLike) -> Fit:
 
 
 def holm(p_values: Seq[float], level: float) -> list[bool]:
-    """Return which hypotheses are rejected. The probability that any true hypothesis is among them is at most `level`.
+    """Return which hypotheses are rejected. The probability that any true hypothesis is rejected is at most `level`.
 
-    Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1). Hypotheses are rejected up to the
-    first p-value that is larger.
+    The method is Holm's (1979): the i-th smallest of m p-values is compared with level / (m - i + 1). Hypotheses are
+    rejected in this order, until a p-value is larger than its bound.
     """
     rejected = [False] * len(p_values)
     for i, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -103,10 +104,10 @@ def holm(p_values: Seq[float], level: float) -> list[bool]:
 
 
 def detectable_tv(num_samples: int, num_free: int, level: float, power: float = 0.99) -> float:
-    """Return the total variation distance from which on a test at this level detects a deviation with this power.
+    """Return the least total variation distance that a test at level `level` detects with probability `power`.
 
-    This holds for deviations in every direction, because the non-centrality of the statistic is N sum (s - p)^2 / p,
-    which is at least 4 N TV^2 for all distributions s and p.
+    The result holds for deviations in every direction, because the non-centrality of the statistic is
+    N sum (s - p)^2 / p, which is at least 4 N TV^2 for all distributions s and p. N is `num_samples`.
     """
     if num_samples < 1 or num_free < 1:
         return 1.0
@@ -115,7 +116,7 @@ def detectable_tv(num_samples: int, num_free: int, level: float, power: float = 
 
 @functools.lru_cache
 def noncentrality(num_free: int, level: float, power: float) -> float:
-    """Return the non-centrality at which a chi-square test of this level has this power."""
+    """Return the non-centrality at which a chi-square test with `num_free` degrees of freedom has the given power."""
     limit = _root(lambda x: level - chi_square_tail(x, num_free))
     return _root(lambda x: _noncentral_tail(limit, num_free, x) - power)
 
@@ -134,7 +135,8 @@ def _root(rising: Callable[[float], float], most_steps: int = 60) -> float:
 def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
     """Return the probability that a non-central chi-square variable is at least `value`.
 
-    It is a Poisson mixture of central tails. Each tail has two more degrees of freedom than the tail before.
+    The probability is a Poisson mixture of central tails. Each tail has two more degrees of freedom than the one
+    before.
     """
     half, mean = value / 2, noncentral / 2
     tail = chi_square_tail(value, num_free)
@@ -150,10 +152,10 @@ def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
 
 
 def weissman(num_samples: int, num_cells: int, eta: float) -> float:
-    """Return a bound on the total variation distance between a sample's shares and the distribution it was drawn from.
+    """Return a bound on the total variation distance between a sample's shares and the distribution that was sampled.
 
     The bound holds with probability 1 - eta. It is the bound of Weissman et al. 2003, in the simpler form
-    sqrt((cells ln 2 + ln(1 / eta)) / (2 N)).
+    sqrt((cells ln 2 + ln(1 / eta)) / (2 N)), where N is the number of samples.
     """
     if num_samples < 1:
         return 1.0
@@ -164,10 +166,10 @@ def weissman(num_samples: int, num_cells: int, eta: float) -> float:
 
 
 def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> float:
-    """Return the largest logarithm that an e-process reaches over a series of samples, given as indices of bins.
+    """Return the largest logarithm that an e-process reaches over a series of samples. bins: the bin of each sample.
 
-    The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under this hypothesis its
-    mean is 1 at any time, so the probability that it ever reaches 1 / level is at most `level` (Ville 1939). Hence
+    The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under the null hypothesis
+    its mean is 1 at any time, so the probability that it ever reaches 1 / level is at most `level` (Ville 1939). Hence
     exp(-largest) is a p-value, however often the process is evaluated. prior: the Dirichlet parameter of each bin.
     """
     wanted = np.asarray(probs, dtype=np.float64)
@@ -184,10 +186,10 @@ def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> f
 
 
 def poisson_binomial_p(count: int, probs: npt.ArrayLike) -> float:
-    """Return the two-sided p-value of `count` successes in independent trials with these probabilities.
+    """Return the two-sided p-value of `count` successes in independent trials with the success probabilities `probs`.
 
-    The distribution is built exactly, trial by trial. Only counts more than 12 standard deviations above the mean are
-    left out.
+    The distribution is computed exactly, trial by trial. Only counts more than 12 standard deviations above the mean
+    are left out.
     """
     rates = np.asarray(probs, dtype=np.float64)
     rates = rates[rates > 0]

@@ -1,6 +1,6 @@
 """Simulations of speculative decoding, to check the formulas. They draw random numbers, and use none of the formulas.
 
-All rounds of a simulation run at once, as numpy arrays. A million rounds take about a second at most.
+All rounds of a simulation run at once, as numpy arrays. A million rounds take at most about one second.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Simulated:
         return Estimate(self.tokens_per_round, self.tokens_per_round_error)
 
     def speedup(self, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> Estimate:
-        """Return the speed-up over plain decoding, where a round takes the time of c gamma + v + o plain target passes.
+        """Return the speed-up over plain decoding, if a round takes the time of c gamma + v + o plain target passes.
 
         v is `verify_ratio`, o is `overhead`; see `formulas.speedup`.
         """
@@ -58,10 +58,10 @@ class Simulated:
 
 
 def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) -> Simulated:
-    """Simulate rounds of gamma drafted tokens. Each is accepted with probability alpha, until one is rejected.
+    """Simulate rounds of gamma drafted tokens. Tokens are accepted with probability alpha each, until one is rejected.
 
-    alpha: one number for all positions, or one for each. Raises ValueError for alpha outside [0, 1], a negative gamma,
-    or fewer than 2 rounds.
+    alpha: one number for all positions, or one number for each position. Raises ValueError for alpha outside [0, 1], a
+    negative gamma, or fewer than 2 rounds.
     """
     alphas = np.asarray(alpha, dtype=np.float64)
     if not (((alphas >= 0) & (alphas <= 1)).all() and gamma >= 0 and num_rounds >= 2):
@@ -87,8 +87,8 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
     """Simulate a drafter that drafts exactly the tokens that will be accepted, and return the speed-up.
 
-    alpha must be below 1. row_cost: the time by which one more drafted token lengthens a target pass; the unit is a
-    pass over one token.
+    alpha must be below 1. row_cost: the further time of a target pass for one more drafted token, in multiples of the
+    time of a pass over one token.
     """
     lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
@@ -107,8 +107,8 @@ def texts(
 ) -> Estimate:
     """Simulate texts of `num_tokens` tokens and return the speed-up.
 
-    knows_end: whether a round with n tokens still missing drafts at most n - 1, because the target adds one token.
-    Otherwise every round drafts gamma tokens.
+    knows_end: whether a round with n tokens still missing drafts at most n - 1 tokens, because the target adds one
+    token. False = every round drafts gamma tokens.
     """
     generator = np.random.default_rng(seed)
     left = np.full(num_texts, num_tokens)
@@ -130,7 +130,7 @@ def texts(
 
 @dataclass(frozen=True)
 class Emitted:
-    """The tokens that were emitted at `num_rounds` tested positions, which all had the same p and q."""
+    """The tokens emitted at `num_rounds` tested positions that all have the same p and q."""
 
     num_rounds: int
     num_accepted: int
@@ -145,7 +145,7 @@ class Emitted:
     def l1(self, probs: npt.ArrayLike) -> float:
         """Return the L1 distance between the shares of the emitted ids and `probs`.
 
-        Chance keeps this distance above 0 even for a perfect sampler, see `l1_noise`.
+        Even for a perfect sampler this distance is above 0 by chance, see `l1_noise`.
         """
         return float(np.abs(self.counts / self.num_rounds - np.asarray(probs)).sum())
 
@@ -157,10 +157,10 @@ class Emitted:
 
 
 def l1_noise(probs: npt.ArrayLike, num_rounds: int) -> float:
-    """Return the mean L1 distance between `probs` and the shares of ids that a perfect sampler draws.
+    """Return the mean L1 distance between `probs` and the shares of the ids that a perfect sampler draws.
 
-    It is about .030 at V = 8 and 5000 rounds. By the normal approximation it is
-    sum_x sqrt(2 p (1 - p) / (pi num_rounds)).
+    By the normal approximation the mean is sum_x sqrt(2 p (1 - p) / (pi num_rounds)). At V = 8 and 5000 rounds it is
+    about .030.
     """
     p = np.asarray(probs, dtype=np.float64)
     return float(np.sqrt(2 * p * (1 - p) / (math.pi * num_rounds)).sum())
@@ -171,9 +171,9 @@ def position(
 ) -> Emitted:
     """Simulate the draft and the verification of one token, `num_rounds` times, by one of POSITION_RULES. p, q: [V].
 
-    rule: ratio is speculative sampling, which is lenient where `lenience` is below 1. rejection is one try of rejection
-    sampling and, if the try rejects, a draw from p (appendix A.2 of Leviathan et al. 2023). match compares Gumbel-max
-    draws from q and p under shared noise. Raises ValueError for another rule.
+    rule: ratio = speculative sampling, which is lenient if `lenience` is below 1. rejection = one try of rejection
+    sampling and, if the try rejects, a draw from p (appendix A.2 of Leviathan et al. 2023). match = compare Gumbel-max
+    draws from q and p with shared noise. Raises ValueError for another rule.
     """
     if rule not in POSITION_RULES:
         raise ValueError(f"rule={rule!r} must be one of {', '.join(POSITION_RULES)}")
@@ -220,7 +220,7 @@ def several(
     """Simulate one position with several independent draws from q. Returns the share of rounds that accept a draw.
 
     rho > 0: K-SEQ, which tests every draw against p / rho. rho = 0: recursive rejection sampling, which tests each draw
-    against the residual of p after the draws before it.
+    against the residual of p after the earlier draws.
     """
     left, probs = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -239,8 +239,8 @@ def chains(
 ) -> Estimate:
     """Simulate rounds that draft a chain of gamma tokens, and return the mean number of tokens that a round emits.
 
-    p and q are the same at every position. block: verify by block verification (Sun et al. 2024, arXiv 2403.10444);
-    otherwise verify token by token.
+    p and q are the same at every position. block: True = block verification (Sun et al. 2024, arXiv 2403.10444),
+    False = verification token by token.
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -267,8 +267,8 @@ def chains(
 def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estimate:
     """Simulate rounds that draft a tree, and return the mean number of tokens that a round emits.
 
-    a[k]: the probability that child k of an accepted node is the accepted child. A round ends where the accepted child
-    is not in the tree, and where no child is accepted.
+    a[k]: the probability that child k of an accepted node is the accepted child. A round ends if the accepted child is
+    not in the tree, or if no child is accepted.
     """
     children = np.full((len(nodes) + 1, len(a) + 1), -1, dtype=np.int64)  # row: parent + 1; last column: no child
     for i, node in enumerate(nodes):
@@ -290,7 +290,7 @@ def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estima
 
 
 def _draw(weights: Floats, num: int, generator: np.random.Generator) -> Ints:
-    """Return `num` ids, drawn in proportion to `weights`. An id of weight 0 is never drawn."""
+    """Draw `num` ids with probabilities in proportion to `weights`. An id of weight 0 is never drawn."""
     bounds = np.cumsum(weights)
     ids = np.searchsorted(bounds, generator.random(num) * bounds[-1], side="right")
     return np.asarray(np.minimum(ids, np.flatnonzero(weights)[-1]), dtype=np.int64)
@@ -301,6 +301,6 @@ def _estimate(values: npt.NDArray[np.generic]) -> Estimate:
 
 
 def _ratio(tokens: npt.NDArray[np.floating], costs: npt.NDArray[np.floating]) -> Estimate:
-    """Return the sum of tokens divided by the sum of costs, with the standard error by the delta method."""
+    """Return the sum of `tokens` divided by the sum of `costs`, with the standard error by the delta method."""
     mean = float(tokens.sum() / costs.sum())
     return Estimate(mean, float((tokens - mean * costs).std(ddof=1)) / (float(costs.mean()) * math.sqrt(len(costs))))

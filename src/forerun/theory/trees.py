@@ -30,10 +30,10 @@ class Node(NamedTuple):
 def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
     """Yield nodes in descending order of their values. A value is the product of the rates along the path to the node.
 
-    rates: for each node, the rates of its children, best first. A node is named by its index in the order of yielding,
-    -1 = the root. After a node is yielded, the caller adds the rates of the node's children before it asks for the next
-    node. A node without rates has no children. Values never rise along a path or with the rank. So parents are yielded
-    before their children, and siblings in the order of their ranks.
+    rates: for each node, the rates of its children, best first. A node is identified by its index in the order of
+    yielding; -1 = the root. After a node is yielded, the caller adds the rates of the node's children before asking for
+    the next node. A node without rates has no children. Values never rise along a path or with the rank. So parents are
+    yielded before their children, and siblings in the order of their ranks.
     """
     waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
     arrivals, values = itertools.count(), {-1: 1.0}
@@ -55,10 +55,11 @@ def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
 
 
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
-    """Return the nodes of the best tree: the nodes with the largest values, best first. `a` must not rise with rank.
+    """Return the nodes of the best tree: the nodes with the largest values, best first.
 
-    widths: the most children that a node may have, by the depth of the children. The tree has at most len(widths)
-    levels. None = up to len(a) children at any depth.
+    a: the probabilities a[k] by rank, as defined at the top of this file; a[k] must not rise with k. widths: the
+    largest number of children of a node, by the depth of the children. The tree has at most len(widths) levels. None =
+    up to len(a) children at any depth.
     """
 
     def at(depth: int) -> Seq[float]:
@@ -83,7 +84,8 @@ def most_tokens(a: Seq[float], num_nodes: int, depth: int) -> float:
     """Return the largest F of a tree of `num_nodes` nodes, root included, and at most `depth` levels below the root.
 
     Sequoia's recursion holds for any a: F(n, d, b) = max_m [F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b')] and
-    F(1, d, 0) = 1. Here n counts the nodes, d the levels below the root, and b the children of the root.
+    F(1, d, 0) = 1. Here n is the number of nodes, d the number of levels below the root, and b the number of children
+    of the root.
     """
 
     @functools.cache
