@@ -1,6 +1,6 @@
-"""The lab as a web application: the page's files, and the JSON that its widgets ask for.
+"""The lab as a web application: the page's files, and the JSON that the page's widgets request.
 
-A server mounts the lab under /lab. The lab uses an engine's public methods and StepReports, and nothing of the server.
+A server mounts the lab under /lab. The lab uses an engine's public methods and StepReports, and no code of the server.
 The page's files reveal nothing about requests, but the paths below /api do.
 """
 
@@ -41,7 +41,7 @@ def make_lab(llm: LLM) -> FastAPI:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Make an application answer errors in the form of `_answer`, and invalid request bodies with status 400."""
+    """Make an application answer errors with the JSON of `_answer`. An invalid request body gets status 400."""
     app.add_exception_handler(ForerunError, _refused)
     app.add_exception_handler(HTTPException, _not_there)
     app.add_exception_handler(RequestValidationError, _not_understood)
@@ -56,7 +56,7 @@ async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[
 def _answer(
     message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return the answer to a request that has failed, in the error format of OpenAI's API, as the server does."""
+    """Return the response to a failed request, in the error format of OpenAI's API, which the server uses, too."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 

@@ -1,4 +1,4 @@
-"""Prompts that the page offers: some for which drafting gains much, and some for which it gains little."""
+"""Prompts that the page offers as examples. Drafting gains much for some of them, and little for others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. is_chat: whether it is a message of a conversation; otherwise it is the beginning of a text."""
+    """One prompt. is_chat: True = a message of a conversation, False = the beginning of a text to continue."""
 
     title: str
     text: str

@@ -1,8 +1,8 @@
-"""Live generation for the page: a viewer's choices, and what a running engine drafts, accepts and rejects.
+"""Live generation for the page: a viewer's choices, and the drafted, accepted and rejected tokens of a running engine.
 
 A viewer's request runs in the engine's batch like any other request, and watching.py reports on it. With `race`, the
-engine decodes the same prompt once more, plainly, *after* that request. If the two ran in one batch, they would share
-each pass of the target, and neither would show its own speed. The page replays both at the speeds that they had.
+engine decodes the same prompt once more, plainly, *after* that request. If both ran in one batch, they would share each
+pass of the target, and neither would show its own speed. The page replays both at the speeds that they had.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.post("/live")
     async def generate(body: dict[str, Any]) -> StreamingResponse:
-        """Generate a text, and stream its events. A body that cannot be honoured is refused before the first event."""
+        """Generate a text, and stream its events. An invalid body is refused before the first event."""
         wish = await asyncio.to_thread(read_body, llm, body)
         request = make_request(llm, wish)
         if len(watched) >= MOST_VIEWERS:
@@ -57,7 +57,7 @@ def make_router(llm: LLM) -> APIRouter:
 
 
 class _Events(StreamingResponse):
-    """A stream that closes its generator as soon as nobody reads it, instead of leaving that to garbage collection."""
+    """A stream that closes its generator as soon as the reader has gone, without waiting for garbage collection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -76,9 +76,10 @@ async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> Asyn
 
 
 async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
-    """Yield the events of the request (lane "draft"). In a race, plain decoding then runs, with events in lane "plain".
+    """Yield the events of the request (lane "draft"). In a race, plain decoding runs afterwards, in the lane "plain".
 
-    Closing the generator ends the running request. If a request fails, the last event is "failed" and says why.
+    Closing the generator ends the running request. If a request fails, the last event is "failed", with the error
+    message.
     """
     try:
         async with aclosing(Watch(llm, "draft", request).events()) as first:
@@ -97,7 +98,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 
 
 def choices(llm: LLM) -> dict[str, Any]:
-    """Return what the page offers: the model, examples, the engine's drafters, and all verification rules."""
+    """Return the choices on the page: the model, examples, the engine's drafters, and all verification rules."""
     rules = [verify.find(name) for name in verify.rules()]
     is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
@@ -137,7 +138,7 @@ def _has_chat(llm: LLM) -> bool:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a viewer asks for. race: whether to decode the prompt plainly as well."""
+    """The request of a viewer. race: whether to decode the prompt plainly as well."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -145,7 +146,7 @@ class Wish:
 
 
 def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
-    """Return what the JSON body of a request asks for. Raises UserError."""
+    """Return the Wish in the JSON body of a viewer's request. Raises UserError for an invalid body."""
     for name in body:
         if name not in (*FIELDS, *OTHER_FIELDS):
             raise BadOption(unknown("field", name, (*FIELDS, *OTHER_FIELDS)))
@@ -165,14 +166,14 @@ def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
 
 
 def make_request(llm: LLM, wish: Wish) -> Request:
-    """Return an engine request for a wish. It is not queued yet. Raises UserError."""
+    """Make an engine request for a wish, without queueing it. Raises UserError."""
     return llm.engine.make(wish.prompt_ids, wish.params)[0]
 
 
 def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
-    """Return a request that decodes a wish's prompt plainly.
+    """Make an engine request that decodes a wish's prompt plainly, without queueing it.
 
-    It generates as many tokens as `first`, so that their times can be compared.
+    It generates as many tokens as `first`, so that the times of both can be compared.
     """
     plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
     length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
@@ -181,7 +182,7 @@ def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
 
 
 def _new_salt() -> str:
-    """Return a new salt, so that a request shares nothing with other requests, not even with the other lane of a race.
+    """Return a new salt for one request, which then shares nothing with other requests, not even in a race.
 
     The salt separates requests in the cache, and in drafters that remember texts.
     """

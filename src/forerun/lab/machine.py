@@ -22,7 +22,7 @@ _TURN = threading.Lock()
 
 @dataclass
 class Measuring:
-    """What to generate, once plainly and once with a drafter that drafts `spec_length` tokens.
+    """A request to generate a text twice: plainly, and with a drafter that drafts `spec_length` tokens per round.
 
     draft: a drafter of the engine; None = the engine's own choice.
     """
@@ -39,7 +39,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.get("/machine")
     def machine() -> dict[str, Any]:
-        """Return the times of passes by their number of rows, the drafters, and published results for comparison."""
+        """Return the duration of passes by number of rows, the drafters, and published results for comparison."""
         is_pair = llm.opened.is_shipped
         return {
             "model": "the shipped model" if is_pair else llm.checkpoint.name,
@@ -54,9 +54,9 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.post("/measure")
     def measure(body: Measuring) -> dict[str, Any]:
-        """Measure a point of the landscape, with greedy decoding: alpha, K and the speed-up.
+        """Measure alpha, K and the speed-up of one drafter, with greedy decoding.
 
-        Plain decoding and drafting run in turn, several times each.
+        Plain decoding and drafting run in turn, NUM_RUNS times each. K is the number of drafted tokens per round.
         """
         if not _TURN.acquire(blocking=False):
             raise CapacityError("another measurement is running: try again when it is over")
@@ -69,7 +69,7 @@ def make_router(llm: LLM) -> APIRouter:
 
 
 def passes(llm: LLM) -> dict[str, Any]:
-    """Return the target's curve t(rows) / t(1), and each drafter's cost ratio c (None where it was not timed)."""
+    """Return the target's curve t(rows) / t(1), and each drafter's cost ratio c (None if it was not timed)."""
     times = llm.pass_times()
     target = times.pop("")
     return {
@@ -85,7 +85,7 @@ def _cost(draft_s: float | None, target_s: float | None) -> float | None:
 
 
 def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
-    """Generate with and without drafts; return alpha, K and the speed-up. c is None where the drafter was not timed."""
+    """Generate with and without drafts; return alpha, K and the speed-up. c is None if the drafter was not timed."""
     common: dict[str, Any] = {"max_tokens": body.max_tokens, "temperature": 0, "ignore_eos": True}
     plain = SamplingParams(**common, draft="none")
     drafting = SamplingParams(**common, draft=body.draft, spec_length=body.spec_length)
@@ -109,7 +109,7 @@ def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
 
 
 def _tokens_per_s(output: RequestOutput) -> float:
-    """Return the tokens per second after the end of the first step, so that the prompt does not count."""
+    """Return the tokens per second after the first step, so that the time of the prompt is not counted."""
     report = output.report
     first_s, last_s = report.first_token_at_s, report.last_token_at_s
     assert first_s is not None

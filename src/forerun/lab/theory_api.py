@@ -1,4 +1,4 @@
-"""One endpoint that evaluates functions of forerun.theory over arrays, so that the page has no formulas of its own."""
+"""One HTTP route that evaluates functions of forerun.theory over arrays, so that the page contains no formulas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def roofline(
 ) -> dict[str, Any]:
     """Return c, v(gamma) for gamma = 0 .. max_gamma, and the number of rows up to which further rows cost nothing.
 
-    All three are for bfloat16. c and v are `cost_ratio` and `verify_ratios` of forerun.theory.roofline. In a mixture of
-    experts every row costs something, unless all rows choose the same experts.
+    All results are for bfloat16. c and v are `cost_ratio` and `verify_ratios` of forerun.theory.roofline. In a mixture
+    of experts every row costs something, unless all rows choose the same experts.
 
     target, draft: names in forerun.theory.roofline.SHAPES. machine: a name in MACHINES there. batch: the number of
     sequences in a pass, each with `context` tokens in its cache. overlap: how far rows choose the same experts, see
@@ -66,7 +66,7 @@ MOST_WORDS = 256  # of a distribution
 
 @dataclass
 class Call:
-    """One function with its arguments: numbers, arrays that are broadcast against each other, or distributions."""
+    """A call of one function. arguments: numbers or arrays, which are broadcast together; distributions; or names."""
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass
 class Calls:
-    """The calls of formulas that one HTTP request wants evaluated."""
+    """The calls that one HTTP request asks to evaluate."""
 
     calls: list[Call]
 
@@ -85,7 +85,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.post("/theory")
     def theory(body: Calls) -> dict[str, Any]:
-        """Return the results in the order of the calls. A value that is no finite number is null."""
+        """Return the results in the order of the calls. Values that are not finite become null."""
         if len(body.calls) > MOST_CALLS:
             raise BadOption(f"{len(body.calls)} calls are too many: send at most {MOST_CALLS} at once")
         with turn:  # one request at a time, for numpy on small arrays holds the interpreter that the engine needs
@@ -98,7 +98,8 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 def evaluated(call: Call, ends_s: float = math.inf) -> Any:
     """Return the value of a call: a number, or nested lists in the shape to which the arguments are broadcast.
 
-    ends_s: the latest time for the evaluation, on the monotonic clock in seconds. Raises BadOption.
+    ends_s: the time at which the evaluation is stopped, in seconds of the monotonic clock. Raises BadOption for an
+    invalid call, and at that time.
     """
     function = FUNCTIONS.get(call.function)
     if function is None:
@@ -141,7 +142,7 @@ def _annotation(signature: inspect.Signature, name: str) -> str:
 
 
 def _is_whole(signature: inspect.Signature, name: str) -> bool:
-    """Return whether a parameter is an array that is passed as a whole, such as a distribution."""
+    """Return whether a parameter takes a whole array, such as a distribution, and is not broadcast."""
     return _annotation(signature, name).startswith(("npt.ArrayLike", "Seq["))
 
 

@@ -1,9 +1,9 @@
-"""Rounds of the real verification rules on two small distributions, whose outcomes a viewer of the page can count.
+"""Rounds of the real verification rules on two small distributions. A viewer of the page can count the outcomes.
 
 At position t of a chain, the ids of both distributions are rotated by t. So every position has the same acceptance
-probability, and the counts show whether a rule reads the wrong row of the target. A round consists of the engine's own
-parts: a Draft, the target's rows, production coins, and a rule of forerun.verify. A setting may ask for a wrong rule
-instead, which forerun.testing makes from a right one.
+probability, and the counts show whether a rule reads the wrong row of the target. A round uses the engine's own parts:
+a Draft, the target's rows, production coins, and a rule of forerun.verify. A setting may instead name a wrong rule,
+which forerun.testing makes from a right rule.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # the waiting requests a
 
 @dataclass
 class Setting:
-    """A rule and the kind of draft that it judges, with both distributions. target, draft: the weights of V words.
+    """A rule, the kind of draft that it judges, and both distributions. target, draft: the weights of V words.
 
-    rule: as in SamplingParams.acceptance. mutant: a name in MUTANTS, which makes the rule wrong; None = the right rule.
-    shape: "chain" for a chain of `size` tokens. Otherwise the method of drawing `size` siblings at the first position.
+    rule: as in SamplingParams.acceptance. mutant: the name in MUTANTS of a change that makes the rule wrong; None = the
+    right rule. shape: "chain" for a chain of `size` tokens. Any other shape is a way to draw `size` siblings at the
+    first position.
     """
 
     target: Weights
@@ -59,7 +60,7 @@ class Setting:
 
 @dataclass
 class Rounds(Setting):
-    """The rounds to run. The coins of a round are a function of the seed and of the round's number."""
+    """A setting, and the rounds to run. The coins of a round depend only on the seed and on the round's number."""
 
     first_round: Annotated[int, Field(ge=0, le=10**9)] = 0
     num_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 250
@@ -72,19 +73,19 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.get("/rules")
     def rules() -> dict[str, Any]:
-        """Return all verification rules, and the mutants that make a rule wrong."""
+        """Return all verification rules, and the mutants, which make a rule wrong."""
         described = [_described(verify.find(name)) for name in verify.rules()]
         return {"rules": described, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
 
     @router.post("/rounds")
     def rounds(body: Rounds) -> dict[str, Any]:
-        """Run some rounds and return their counts. The page adds up the counts of its requests."""
+        """Run rounds and return their counts. The page adds the counts of several requests."""
         with _turn():
             return counted(body)
 
     @router.post("/expected")
     def expected(body: Setting) -> dict[str, Any]:
-        """Return the mean number of accepted tokens, the output's distance from the target, and whether none is due."""
+        """Return the mean number of accepted tokens, the output's distance from the target, and `is_lossless`."""
         with _turn():
             return {
                 "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
@@ -97,9 +98,9 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait until earlier requests have ended, and run the block.
+    """Wait until earlier requests have ended, then run the block.
 
-    Raises CapacityError where too many requests wait, or where the wait takes too long.
+    Raises CapacityError if too many requests are waiting, or if the wait takes too long.
     """
     if not _PLACES.acquire(blocking=False):
         raise CapacityError(f"{MOST_WAITING} requests for rounds wait: try again when they are over")
@@ -129,7 +130,7 @@ def _described(rule: verify.Rule) -> dict[str, Any]:
 
 
 def counted(body: Rounds) -> dict[str, Any]:
-    """Run the rounds and return their counts. Raises BadOption.
+    """Run the rounds and return their counts. Raises BadOption for an impossible setting.
 
     words [positions][V]: how often each word was emitted at each position, with the ids of position t rotated back by
     t. accepted: how many rounds accepted 0, 1, ... tokens.
@@ -155,7 +156,7 @@ def counted(body: Rounds) -> dict[str, Any]:
 def _round(
     rule: testing.RuleFunction, draw: Callable[[Coins], Draft], rows: list[Probs], coins: Coins
 ) -> tuple[int, list[int]]:
-    """Return how many drafted tokens one round accepts, and the tokens it emits."""
+    """Run one round. Returns the number of accepted drafted tokens, and the tokens that the round emits."""
     draft = draw(coins)
     depths = [0, *(len(draft.path(node)) for node in draft.nodes(0))]
     try:
@@ -174,12 +175,12 @@ class _SharedNoise:
         self._coins = coins
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Return the id that the noise of this position picks."""
+        """Return the id that the noise of this position picks from `probs`."""
         return self._coins.pick(probs, depth)
 
 
 def _table(weights: list[float]) -> testing.Table:
-    """Return a function from the preceding tokens to a distribution that depends on their number alone."""
+    """Return a function that maps the preceding tokens to a distribution. Only the number of tokens matters."""
     probs = _probs(weights)
 
     def table(tokens: tuple[int, ...]) -> Floats:
@@ -211,7 +212,7 @@ def _drafter(body: Setting) -> Callable[[Coins], Draft]:
 
 
 def _checked(body: Setting) -> verify.Rule:
-    """Return the rule of a setting. Raises BadOption where the setting is not possible."""
+    """Return the rule of a setting. Raises BadOption for an impossible setting."""
     if body.shape not in SHAPES:
         raise BadOption(f"shape={shown(body.shape)} must be one of {', '.join(SHAPES)}")
     if len(body.target) != len(body.draft):
@@ -222,7 +223,7 @@ def _checked(body: Setting) -> verify.Rule:
 
 
 def _judge(body: Setting) -> testing.RuleFunction:
-    """Return the rule of a setting, made wrong where the setting has a mutant. Raises BadOption."""
+    """Return the rule of a setting, made wrong by the setting's mutant if there is one. Raises BadOption."""
     rule = _checked(body)
     if body.mutant is None:
         return rule.rule
@@ -238,9 +239,9 @@ def _judge(body: Setting) -> testing.RuleFunction:
 
 
 def expected_accepted(body: Setting) -> float | None:
-    """Return the mean number of tokens that a round accepts; None where there are too many outcomes to compute it.
+    """Return the mean number of tokens that a round accepts; None if there are too many outcomes to compute it.
 
-    It is computed by a formula if there is one, otherwise by enumerating all outcomes of one position.
+    The mean is computed by a formula if there is one, otherwise by enumerating all outcomes of one position.
     """
     rule = _checked(body)
     p = _probs(body.target)
@@ -271,7 +272,7 @@ def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
 
 
 class _WithoutDraws:
-    """Coins that enumerate every way to accept and reject, but not the final draw.
+    """Coins that enumerate all ways to accept and reject, but not the outcomes of the final draw.
 
     They are for callers that need only the number of accepted tokens.
     """
@@ -280,7 +281,7 @@ class _WithoutDraws:
         self.accept, self.draft, self.pick, self.picks = coins.accept, coins.draft, coins.pick, coins.picks
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Return the likeliest id."""
+        """Return the likeliest id of `probs`."""
         return int(probs.weights.argmax()) if probs.point is None else probs.point
 
 
@@ -288,7 +289,7 @@ class _WithoutDraws:
 def _enumerated_acceptance(
     rule: str, target: tuple[float, ...], draft: tuple[float, ...], shape: str, size: int
 ) -> float:
-    """Return the mean number of tokens accepted at one position, by enumerating all outcomes."""
+    """Return the mean number of tokens accepted at one position, computed by enumerating all outcomes."""
     body = Setting(list(target), list(draft), rule, None, shape, size)
     judge = _judge(body)
     draw = _drafter(body)
@@ -299,10 +300,10 @@ def _enumerated_acceptance(
 
 
 def exact_tv(body: Setting) -> float | None:
-    """Return the total variation between the target's tokens and the tokens of rounds, by enumerating all outcomes.
+    """Return the total variation distance between the target's tokens and the tokens of rounds, by enumeration.
 
     For a chain, one token is drafted, and the distributions are over the first two output tokens. For siblings, they
-    are over the first output token. Returns None for the rule `match`, and where there are too many outcomes.
+    are over the first output token. Returns None for the rule `match`, and if there are too many outcomes.
     """
     if verify.find(body.rule).name == "match" or (body.shape != "chain" and body.size > MOST_ENUMERATED):
         return None

@@ -1,8 +1,8 @@
-"""The rounds of one watched request as server-sent events, while the engine goes on.
+"""The rounds of one watched request as server-sent events, while the engine keeps running.
 
 The engine's thread only notes the reports of the request's steps. Once per frame, the event loop turns the noted
-reports into events. After each event it lets other threads run, so that no computing thread waits long for JSON to be
-written. When the request ends, its listener is removed. Closing the stream ends the request.
+reports into events. After each event it lets other threads run, because computing threads must not wait long for the
+writing of JSON. When the request ends, its listener is removed. Closing the stream ends the request.
 
 begin   the request's parameters
 prompt  a part of the prompt was run
@@ -36,12 +36,12 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """Return one server-sent event."""
+    """Return one server-sent event as bytes. data: the JSON object of the event."""
     return f"event: {name}\ndata: {_ENCODER.encode(data)}\n\n".encode()
 
 
 def coins_of(detail: RoundDetail) -> dict[int, Toss]:
-    """Return the coin toss of each tested node; {} where the rule's coins do not belong to single nodes of the tree."""
+    """Return the coin toss of each tested node; {} if the rule's coins do not belong to single nodes of the tree."""
     depths = depths_of(detail.parents)
     if depths == list(range(len(depths))):  # a chain
         return {toss.depth: toss for toss in detail.tosses}
@@ -52,7 +52,7 @@ def coins_of(detail: RoundDetail) -> dict[int, Toss]:
 
 
 def depths_of(parents: Seq[int]) -> list[int]:
-    """Return the depth of each node, which is the number of nodes above it."""
+    """Return the depth of each node: the number of its ancestors. parents: the parent of each node; -1 = none."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -61,9 +61,10 @@ def depths_of(parents: Seq[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """An engine step that advanced the request.
+    """An engine step that ran tokens of the request.
 
-    number: the request's index among the sequences of the report; None where the step only ran a part of the prompt.
+    at_s: when the report came, in seconds of time.perf_counter. number: the request's index among the sequences of the
+    report; None = the step only ran a part of the prompt.
     """
 
     at_s: float
@@ -72,9 +73,9 @@ class _Step:
 
 
 class Watch:
-    """The events of one request. lane: the name of its lane on the page. request: made, but not queued yet.
+    """The events of one request. lane: the name of the request's lane on the page. request: a request not queued yet.
 
-    A Watch belongs to the event loop in which it is made.
+    A Watch belongs to the event loop in which it is created.
     """
 
     def __init__(self, llm: LLM, lane: str, request: Request) -> None:
@@ -90,7 +91,7 @@ class Watch:
         self._detokenizer = Detokenizer(llm.tokenizer, request.seq.tokens[: request.seq.num_prompt_tokens])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the request from its beginning to its end. Raises the error that ended the request."""
+        """Queue the request, and yield its events until it ends. Raises the error that ended the request."""
         request = self._request
         request.hear = self._hear_request
         yield event("begin", self._beginning())
@@ -141,7 +142,7 @@ class Watch:
     # --------------------------------------------------------------------------------------------- the event loop's
 
     def _frame(self) -> bytes:
-        """Return the events since the last frame; b"" where there are none."""
+        """Return the events since the last frame; b"" if there are none."""
         events = []
         for _ in range(
             len(self._steps)
@@ -212,7 +213,7 @@ class Watch:
         )
 
     def _nodes(self, detail: RoundDetail, left: int) -> list[dict[str, Any]]:
-        """Return every drafted token with its probabilities, its coin and its verdict."""
+        """Return every drafted token with its probabilities, coin and verdict. left: the token before the draft."""
         tests = {test.node: test.accepted for test in detail.tests}
         tosses, accepted = coins_of(detail), set(detail.accepted)
         nodes = []
@@ -233,9 +234,9 @@ class Watch:
         return nodes
 
     def _tokens(self, num: int) -> list[dict[str, Any]]:
-        """Return the next `num` committed tokens.
+        """Return the next `num` committed tokens with their texts.
 
-        The texts of all tokens add up to the output's text, except for an incomplete character at its end.
+        Together the texts are the output's text, except for an incomplete character at its end.
         """
         seq, start = self._request.seq, self._num_tokens
         self._num_tokens += num
@@ -275,12 +276,12 @@ class Watch:
 
 @functools.lru_cache(1 << 16)
 def _text_of(tokenizer: Tokenizer, token: int, left: int) -> str:
-    """Return a token's text after the token `left`. Texts are cached, because most pairs recur."""
+    """Return the text of a token that follows the token `left`. Texts are cached, because most pairs recur."""
     return token_text(tokenizer, token, left)
 
 
 def _origin_of_next(step: SequenceStep) -> str:
-    """Return the origin of the last token of a round, which the target adds: plain, bonus or correction.
+    """Return the origin of the token that the target adds at the end of a round: plain, bonus or correction.
 
     A stop condition may cut that token off.
     """
@@ -290,7 +291,7 @@ def _origin_of_next(step: SequenceStep) -> str:
 
 
 def _rounded(prob: float | None) -> float | None:
-    """Round a probability to six decimal places, or to five significant digits where it is not above 0.001."""
+    """Round a probability to six decimal places. Probabilities up to 0.001 are rounded to five significant digits."""
     if prob is None or prob in (0.0, 1.0):
         return prob
     return round(prob, 6) if prob > 1e-3 else float(f"{prob:.5g}")
