@@ -203,6 +203,15 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "the tools are weather"),
     (CHAT, {"tools": [TOOL], "tool_choice": 3}, "tool_choice", "it must be none, auto, required or"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    *(
+        (
+            CHAT,
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
+            "tool_choice.allowed_tools",
+            "it must",
+        )
+        for allowed in (None, [], {"mode": "auto"}, {"tools": "now"})
+    ),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "it must be"),
     (CHAT, {"response_format": "json"}, "response_format", "it must be"),
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "two grammars"),

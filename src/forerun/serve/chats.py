@@ -88,8 +88,12 @@ def _tools(given: Body, ignored: list[str]) -> ToolRequest | None:
         functions.append(tool["function"])
     choice = given.get("tool_choice", AUTO)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", {})
-        names = [_name(tool) for tool in allowed.get("tools", [])]
+        allowed = choice.get("allowed_tools")
+        if not isinstance(allowed, Mapping) or not isinstance(allowed.get("tools"), list):
+            form = '{"mode": "auto", "tools": [...]}'
+            message = f"tool_choice.allowed_tools={shown(allowed)} is not possible: it must be {form}"
+            raise Refused(message, "tool_choice.allowed_tools")
+        names = [_name(tool) for tool in allowed["tools"]]
         functions = [function for function in functions if function.get("name") in names]
         choice = allowed.get("mode", AUTO)
     elif isinstance(choice, Mapping):

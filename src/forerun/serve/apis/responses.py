@@ -195,8 +195,10 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
             ignored.append(f"tools[{i}]")
     choice = given.get("tool_choice", AUTO)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        names = [tool.get("name") for tool in allowed if isinstance(tool, Mapping)] if isinstance(allowed, list) else []
+        if not isinstance(allowed := choice.get("tools"), list):
+            message = f"tool_choice.tools={shown(allowed)} is not possible: it must be a list of tools"
+            raise Refused(message, "tool_choice.tools")
+        names = [tool.get("name") for tool in allowed if isinstance(tool, Mapping)]
         functions = [function for function in functions if function.get("name") in names]
         choice = choice.get("mode", AUTO)
     elif isinstance(choice, Mapping) and choice.get("type") in ("function", CUSTOM):
