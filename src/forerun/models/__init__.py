@@ -1,4 +1,4 @@
-"""Models: reading checkpoints and writing them, naming their weights, and running them (runner.py).
+"""Models: code that reads and writes checkpoints, names their weights, and runs the models (runner.py).
 
 The architectures are in families/, one file for each `model_type`. The file formats are in source/ and gguf/.
 """

@@ -1,9 +1,9 @@
-"""The cache rows of a tree of beams, in one slot of a runner. With these rows, no token of the tree is run twice.
+"""Bookkeeping of the KV cache rows of a beam tree, in one slot of a runner, so that no token of the tree is run twice.
 
-The cache keeps the rows of all committed tokens except the last one. After them come the tree's pending rows: first the
-row of the last committed token, which is the tree's base, then the rows of other nodes in the order in which they were
-run. When the base moves to a later node, the rows before the new base are kept, and rows of abandoned beams are
-dropped.
+The cache keeps the rows of all committed tokens except the last. The tree's pending rows follow. The first pending row
+belongs to the last committed token, whose node is the tree's base. The other pending rows belong to later nodes, in the
+order in which the nodes were run. When the base moves to a later node, the rows before the new base are kept, and the
+rows of abandoned beams are dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from forerun.types import Hypotheses
 
 
 class Branches:
-    """The pending cache rows (written, not committed) of one slot: the index of each, by node of the slot's tree.
+    """Holds the pending cache rows (written, not committed) of one slot.
 
-    base: the node to which the first pending row belongs.
+    rows: maps each node of the slot's beam tree that has a pending row to the index of the row. base: the node of the
+    first pending row.
     """
 
     def __init__(self) -> None:
@@ -26,17 +27,21 @@ class Branches:
         self.base = -1
 
     def forget(self, base: int) -> None:
-        """Start over at node `base`. The cache must hold just the rows of all committed tokens but the last."""
+        """Forget all pending rows, and set the base to node `base`.
+
+        The cache must hold exactly the rows of all committed tokens but the last.
+        """
         self.rows, self.base = {}, base
 
     def missing(self, tree: Hypotheses) -> list[int]:
-        """Return the nodes of live beams that have no pending row, each after its parent."""
+        """Return the nodes of live beams that have no pending row. Every parent comes before its children."""
         return [node for node in tree.live() if node not in self.rows]
 
     def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
-        """Return a `Run` of these nodes' tokens. Each node's parent must have a pending row, or be in the same run.
+        """Return a `Run` of the tokens of `nodes`.
 
-        last_token: the last committed token, which is the token of the base.
+        The parent of each node, except of the base, must have a pending row or be among `nodes`. last_token: the last
+        committed token, which is the token of the base.
         """
         first = len(self.rows)
         places = {node: first + i for i, node in enumerate(nodes)}
@@ -48,15 +53,15 @@ class Branches:
         return Run(slot, tokens, "all", parents)
 
     def add(self, nodes: Seq[int]) -> None:
-        """Record that these nodes' rows were written after the pending rows."""
+        """Record that the rows of `nodes` were written to the cache in this order, after the earlier pending rows."""
         for node in nodes:
             self.rows[node] = len(self.rows)
 
     def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
-        """Move on to the tree's new base. Returns the pending rows to keep, by index, and the rows that stay pending.
+        """Move the base to `tree.base`. Returns the indices of the pending rows to keep, and the rows to leave pending.
 
-        Rows are kept from the old base to the parent of the new base. If a row on this path is missing, only the rows
-        before the missing one are kept, and no row stays pending.
+        The rows to keep belong to the nodes from the old base to the parent of the new base. If one of these nodes has
+        no row, only the rows of the nodes before this node are kept, and no row stays pending.
         """
         moved = [self.base, *tree.path(tree.base, self.base)]
         kept = [self.rows[node] for node in moved[:-1] if node in self.rows]
@@ -73,7 +78,10 @@ class Branches:
 
 
 def settle(cache: KVCache, slot: int, branches: Branches, tree: Hypotheses) -> int:
-    """Apply `Branches.settle` to a cache that no other code changes. Returns the number of rows that were kept."""
+    """Call `branches.settle(tree)`, and apply the result to the rows of `slot` in `cache`.
+
+    No other code may change this cache. Returns the number of rows that were kept.
+    """
     kept, held = branches.settle(tree)
     cache.keep({slot: kept}, {slot: held})
     return len(kept)

@@ -1,10 +1,10 @@
-"""Shared code to read config.json: sizes, rotary positions, and the refusal of unknown keys.
+"""Reads config.json for all architectures: checks sizes, reads rotary positions, and refuses unknown keys.
 
-A key that would change what the model computes, and that the architecture's file does not read, is refused by name.
-Each architecture names the keys that it reads. INERT_KEYS, and keys that begin with an underscore, are known not to
-change inference. Any other key must be absent, null, false or empty, or have a value that changes nothing (NEUTRAL).
-Numbers have bounds, which are far beyond the values of all published models. A config.json may say the same thing under
-two keys if the values agree. The formats of two versions of transformers are read: `rope_theta`, `rope_scaling` and
+Each architecture's file names the keys that it reads. INERT_KEYS, and keys that begin with an underscore, do not change
+inference. Any other key must be absent, null, false or empty, or have a value that changes nothing (NEUTRAL). Otherwise
+the key might change what the model computes, and the checkpoint is refused with an error that names the key. Numbers
+have bounds, which are far beyond the values of all published models. Two keys of config.json may have the same meaning
+if their values agree. The formats of two versions of transformers are read: `rope_theta`, `rope_scaling` and
 `torch_dtype` (version 4), and `rope_parameters`, `layer_types` and `dtype` (version 5).
 """
 
@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _by_key(*groups: tuple[T, str]) -> dict[str, T]:
-    """Map keys to values. groups: pairs of a value and the keys that have this value, separated by spaces."""
+    """Return a dict from keys to values. groups: pairs of a value and a string of all its keys, separated by spaces."""
     return {key: value for value, keys in groups for key in keys.split()}
 
 
@@ -135,10 +135,10 @@ RANGES: Mapping[str, tuple[float, float]] = _by_key(
 
 
 class Filled(dict[str, Any]):
-    """The entries of config.json, with usual values for keys that are missing or null.
+    """Holds the entries of config.json. Keys that are missing or null have the default values in `usual`.
 
-    said: the keys that the file itself sets; only these are checked for contradictions (`agree`). nullable: the keys
-    for which null is a value; they stay null.
+    said: the entries that the file itself sets. `agree` checks only these entries for contradictions. nullable: the
+    keys that stay null if the file sets them to null.
     """
 
     def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
@@ -147,7 +147,7 @@ class Filled(dict[str, Any]):
         self.said: Raw = said
 
     def also(self, **usual: Any) -> Filled:
-        """Return a copy with usual values for further keys."""
+        """Return a copy in which the keys that are still missing have the default values in `usual`."""
         return Filled(self.said, {**usual, **self}, self.said.keys())
 
 
@@ -158,11 +158,11 @@ def understood(
     again: Mapping[str, str] | None = None,
     nullable: Collection[str] = (),
 ) -> Filled:
-    """Return config.json with usual values for missing keys.
+    """Return config.json (`raw`) with default values for missing keys.
 
     honoured: the keys that the family reads. usual: the values of keys that a family's published files leave out.
     again: maps each key that only repeats another key to that other key. nullable: see Filled. Raises UnsupportedModel
-    for keys that are not honoured, and for keys that contradict each other.
+    for keys that `refuse_unknown` refuses, and for keys of `again` that contradict each other.
     """
     again = again or {}
     refuse_unknown(raw, {*honoured, *again})
@@ -173,7 +173,10 @@ def understood(
 
 
 def agree(c: Filled, key: str, value: object, other: str) -> None:
-    """Raise UnsupportedModel where config.json sets `key` to another value than `value`, which the key `other` has."""
+    """Raise UnsupportedModel where config.json sets `key` to a value that differs from `value`.
+
+    other: the key whose value is `value`, and which has the same meaning as `key`.
+    """
     said = c.said.get(key)
     if said is not None and value is not None and said != value:
         raise UnsupportedModel(
@@ -191,12 +194,12 @@ def plain_spec(
     turns_parts: bool = False,
     **more: Any,
 ) -> Spec:
-    """Read config.json into the spec of a decoder that is built like Llama. more: further fields of `Plain`.
+    """Return the spec of a decoder that is built like Llama, as config.json (`raw`) describes the decoder.
 
-    honoured: keys of config.json that the family reads itself. defaults: the values of keys that the family's published
-    files leave out. again: maps keys that only repeat other keys, see `understood`. turns_parts: whether the family may
-    rotate only a part of a head. Raises UnsupportedModel, naming the key, for any value that is missing or impossible,
-    and for keys that are not honoured.
+    honoured: keys beyond SHARED_KEYS that the family reads itself. defaults: the values of keys that the family's
+    published files leave out. again: maps keys that only repeat other keys, see `understood`. turns_parts: whether the
+    family may rotate only a part of a head. more: further fields of `Plain`. Raises UnsupportedModel, naming the key,
+    for any value that is missing or impossible, and for keys that `refuse_unknown` refuses.
     """
     c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
     require(is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
@@ -219,19 +222,21 @@ def plain_spec(
 
 
 def spec_of(c: Filled, model_type: str, blocks: Iterable[Block], norm: Norm, **more: Any) -> Spec:
-    """Return the spec of a model with these blocks. The vocabulary, hidden and context sizes come from config.json.
+    """Return the spec of a model with the given blocks and final norm.
 
-    more: further fields of Spec that the family sets.
+    The sizes of the vocabulary, the hidden states and the context come from config.json (`c`). more: further fields of
+    Spec that the family sets.
     """
     sizes = size(c, "vocab_size"), size(c, "hidden_size"), size(c, "max_position_embeddings")
     return Spec(model_type, *sizes, tuple(blocks), norm, **{"tied": flag(c, "tie_word_embeddings"), **more})
 
 
 def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
-    """Return the config of the text model inside a multimodal config.json. Missing keys are filled in, see `text_part`.
+    """Return the config of the text model inside a multimodal config.json (`raw`), as `text_part` does.
 
-    kind: the model_type that the text model must have. Raises UnsupportedModel for another model_type, and for keys of
-    the multimodal config that are not honoured.
+    honoured: the keys of `raw` that the family reads. kind: the model_type that the text model must have. usual: the
+    values of keys that the text model's config leaves out. Raises UnsupportedModel for another model_type, and for keys
+    of `raw` that are not honoured.
     """
     refuse_unknown(raw, honoured)
     text = text_part(raw, {"model_type": kind, **usual})
@@ -240,9 +245,9 @@ def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
 
 
 def text_part(raw: Raw, usual: Raw) -> Raw:
-    """Return the config of the text model inside a multimodal config.json. usual: the values of missing keys.
+    """Return the config of the text model inside a multimodal config.json (`raw`). usual: the values of missing keys.
 
-    `tie_word_embeddings` is taken from the multimodal config, as transformers does.
+    If `raw` itself sets `tie_word_embeddings`, this value replaces the text model's value, as in transformers.
     """
     text = raw.get("text_config")
     require(isinstance(text, Mapping), raw, "text_config", "a mapping")
@@ -256,9 +261,9 @@ def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the entries of config.json that state a decoder's sizes. All of its blocks must have the same sizes.
+    """Return the entries of config.json for a decoder's sizes, and the entries in UNTRAINED.
 
-    Raises UnsupportedModel if they do not, or if there is no final norm.
+    Raises UnsupportedModel if the blocks differ in size, or if the decoder has no final norm.
     """
     sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
     if len(sizes) != 1 or spec.final_norm is None:
@@ -271,7 +276,7 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
 def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_norm_eps", **more: int) -> dict[str, Any]:
     """Return the entries of config.json for a model's sizes.
 
-    a: the attention of its blocks. eps: the key for the epsilon of its norms. more: further sizes.
+    a: the attention of the model's blocks. eps: the key of config.json for the epsilon of norms. more: further sizes.
     """
     return {
         "architectures": [architecture],
@@ -290,9 +295,9 @@ def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_no
 
 
 def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any]:
-    """Return the entries of config.json for rotary positions.
+    """Return the entries of config.json for rotary positions. rope: None = the default `Rope()`.
 
-    head_dim: the head size, for a family that may rotate only a part of a head.
+    head_dim: the head size, for a family that may rotate only a part of a head; None = the family rotates whole heads.
     """
     rope = rope or Rope()
     turned = {} if head_dim is None else {"partial_rotary_factor": share(rope.dims or head_dim, head_dim)}
@@ -349,11 +354,11 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
 
 
 def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | None = None) -> Rope:
-    """Return the rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+    """Return the rotary positions, read from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
-    Where config.json has both forms, they must agree. turned_of: the head size, for a family that may rotate only a
-    part of a head. names: for each key in TURNED, the family's key for it outside of `rope_parameters` and
-    `rope_scaling`.
+    Raises UnsupportedModel where config.json has both forms and the two disagree. turned_of: the head size, for a
+    family that may rotate only a part of a head; None = the family rotates whole heads. names: maps each key of TURNED
+    to the top-level key of config.json that the family uses for it; None = the same key.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
     ropes = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
@@ -372,10 +377,10 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
 
 
 def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
-    """Return the rotary positions of each kind of layer, for families where kinds differ.
+    """Return the rotary positions of each kind of layer, for families in which each kind has its own.
 
-    names: for each kind, the key that sets theta for this kind outside of `rope_parameters`. Where `rope_parameters` is
-    missing, `rope_scaling` belongs to full attention.
+    names: maps each kind to the top-level key of config.json that sets theta for this kind. Where `rope_parameters` is
+    missing, `rope_scaling` applies only to layers with full attention.
     """
     both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
@@ -444,7 +449,10 @@ def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
 
 
 def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
-    """Return one of longrope's lists of factors. A factor divides the frequency of one pair of dimensions."""
+    """Return longrope's list of factors under `key`. Each factor divides the frequency of one rotated pair.
+
+    dims: the number of rotated dimensions, which is twice the length of the list.
+    """
     factors, (least, most) = rope.get(key), RANGES["factor"]
     fits = isinstance(factors, list) and len(factors) == dims // 2
     fits = fits and all(type(x) in (int, float) and least <= x <= most for x in factors or ())
@@ -453,10 +461,10 @@ def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
 
 
 def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, in tokens; () where every layer has full attention.
+    """Return the sliding window of each layer in tokens, None = full attention; () if all layers have full attention.
 
-    `layer_types` says which layers have the window. Where that key is missing, the layers from `first` on have the
-    window.
+    window: the size of the window; None = config.json sets no window. `layer_types` lists the layers with the window.
+    Where that key is missing, all layers from index `first` on have the window.
     """
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -474,9 +482,9 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
 
 
 def layer_kinds(c: Filled, usual: list[str], kinds: tuple[str, str]) -> list[str]:
-    """Return the kind of each layer. There are two possible kinds, and some layer must have the first one.
+    """Return the kind of each layer, one of the two in `kinds`. At least one layer must have kinds[0].
 
-    usual: the kinds of the layers where `layer_types` is missing.
+    usual: the kinds that are returned where `layer_types` is missing.
     """
     c = c.also(layer_types=usual)
     listed = c["layer_types"]
@@ -502,14 +510,17 @@ def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
 
 
 def full_attention_only(raw: Raw) -> None:
-    """Raise UnsupportedModel where `layer_types` has other kinds than full attention, for families without a window."""
+    """Raise UnsupportedModel where `layer_types` has any kind but full attention. For families without a window."""
     kinds = raw.get("layer_types") or []
     fits = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     require(fits, raw, "layer_types", "'full_attention' in every layer")
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """Return an integer of config.json, from `least` to the key's limit in LARGEST. A file may write 4096 as 4096.0."""
+    """Return the integer under `key` of config.json. A file may write 4096 as 4096.0.
+
+    Raises UnsupportedModel for a value below `least` or above the key's limit in LARGEST.
+    """
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -518,7 +529,7 @@ def size(raw: Raw, key: str, least: int = 1) -> int:
 
 
 def number(raw: Raw, key: str) -> float:
-    """Return a number of config.json, which must be within RANGES[key]."""
+    """Return the number under `key` of config.json. Raises UnsupportedModel for a value outside of RANGES[key]."""
     value, (least, most) = raw.get(key), RANGES[key]
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"a number in {least} .. {most:g}")
@@ -526,12 +537,12 @@ def number(raw: Raw, key: str) -> float:
 
 
 def whole(number: float) -> float:
-    """Return a number, as an int if it is within 1e-6 of an int. Published files have ints for such numbers."""
+    """Return `number`; if an int is within 1e-6 of it, return the int, as published files write such numbers."""
     return round(number) if abs(number - round(number)) < 1e-6 else number
 
 
 def act_name(act: Act) -> str:
-    """Return the name of an activation in published files."""
+    """Return the name by which published files call an activation."""
     return next(name for name, other in ACTS.items() if other == act)
 
 
@@ -559,13 +570,13 @@ def gelu_only(c: Raw) -> None:
 
 
 def act_of(c: Raw, key: str, acts: Mapping[str, Act] = ACTS) -> Act:
-    """Return the activation that a key names. Raises UnsupportedModel for a name that is not in `acts`."""
+    """Return the activation that `key` of config.json names. Raises UnsupportedModel for a name not in `acts`."""
     require(c[key] in list(acts), c, key, f"one of {list(acts)}")
     return acts[c[key]]
 
 
 def is_silu(act: object) -> bool:
-    """Whether an activation is SiLU, by either of its names."""
+    """Whether `act` is a name of SiLU: "silu" or "swish"."""
     return isinstance(act, str) and ACTS.get(act) == "silu"
 
 

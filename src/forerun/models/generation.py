@@ -1,11 +1,11 @@
-"""A checkpoint's generation settings: token ids that end an output, and the sampling values that its makers suggest.
+"""Reads a checkpoint's generation settings: token ids that end an output, and the makers' suggested sampling values.
 
 End ids are always applied. The suggested sampling values become the defaults of a request (`Opened.usual_fields`). With
-generation_config="none" they are not used.
+generation_config="none" the suggested values are not used.
 
-As in config.json, a key that would change the output and that is not honoured is refused by name. The keys of SAME are
-honoured, and so are do_sample, stop_strings, suppress_tokens and bad_words_ids. The keys of INERT change nothing. The
-keys of NEUTRAL change nothing if they have their neutral value. Any other key must be absent, null, false or empty.
+The keys of SAME are honoured, and so are do_sample, stop_strings, suppress_tokens and bad_words_ids. The keys of INERT
+change nothing. The keys of NEUTRAL change nothing if they have their neutral value. Any other key must be absent, null,
+false or empty. Otherwise the key might change the output, and it is refused by name, as in config.json.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def check_together(fields: Mapping[str, Any], small: SmallFiles) -> None:
 def sampling_fields(
     small: SmallFiles, config: Raw, refuse: Callable[[UnsupportedModel], None] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of SamplingParams that generation_config.json sets. config: config.json.
+    """Return the fields of SamplingParams that generation_config.json sets. config: the content of config.json.
 
     do_sample=false becomes temperature 0, and stop_strings become stop. suppress_tokens and bad words of one token
     become biases of minus infinity. Where the file sets a minimum number of tokens and no maximum, max_tokens becomes
     None (no limit), because the default maximum may be below the minimum.
 
-    Raises UnsupportedModel for a value that has a wrong type or range, or would change the output in a way that is not
-    implemented. With `refuse`, the error is passed to that function instead, and the other keys are still read.
+    Raises UnsupportedModel for a value that has a wrong type or range, or that would change the output in a way that is
+    not implemented. If `refuse` is given, it gets the error instead, and the other keys are still read.
     """
     raw, name = given(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as in transformers
@@ -98,10 +98,10 @@ def sampling_fields(
 
 
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
-    """Return the token ids that end an output: from generation_config.json, config.json and tokenizer_config.json.
+    """Return the token ids that end an output, from generation_config.json, config.json and tokenizer_config.json.
 
-    raw: config.json. Ids outside of the vocabulary are left out, because they never occur; some files write -1 for "no
-    id". Raises UnsupportedModel for a value that is not an id.
+    raw: the content of config.json. Ids outside of the vocabulary are left out, because the model never outputs them;
+    some files write -1 for "no id". Raises UnsupportedModel for a value that is not an id.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
@@ -114,11 +114,12 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 
 
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
-    """Return the token ids that begin an encoder-decoder's output: the start token, then a forced token, if any.
+    """Return the token ids that begin an encoder-decoder's output: the start token, then the forced token, if any.
 
-    raw: config.json. The start token comes from generation_config.json, or else from config.json. Where neither file
-    names a start token, bos_token_id is used, as in transformers. The forced token comes from generation_config.json if
-    that file exists, else from config.json. Raises UnsupportedModel where there is no start token.
+    raw: the content of config.json. The start token comes from generation_config.json, or else from config.json. Where
+    neither file names a start token, bos_token_id is used, as in transformers. The forced token comes from
+    generation_config.json if that file exists, else from config.json. Raises UnsupportedModel where there is no start
+    token.
     """
     file = small.json(FILE)
     forced = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
@@ -162,7 +163,10 @@ def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> fro
 
 
 def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
-    """Whether a key of generation_config.json is honoured, or changes nothing with this value."""
+    """Whether forerun honours `key` of generation_config.json, or `key` with this value changes nothing.
+
+    raw: all keys of the file that are set. config: the content of config.json.
+    """
     if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
         return True
     if key == FORCED_START and config.get("is_encoder_decoder") is True:  # see `start_ids_of`
@@ -184,9 +188,10 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
 
 
 def _checked(key: str, field: str, value: Any, where: str) -> Any:
-    """Check one value by itself, and return it. Raises UnsupportedModel where SamplingParams refuses the value.
+    """Return `value` if SamplingParams accepts it as its only setting; otherwise raise UnsupportedModel.
 
-    `check_together` checks all values in combination.
+    key: the name of the value in the file. field: its name in SamplingParams. `check_together` checks all values in
+    combination.
     """
     try:
         SamplingParams(**{"max_tokens": None, field: value})
@@ -196,7 +201,7 @@ def _checked(key: str, field: str, value: Any, where: str) -> Any:
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
-    """Return stop_strings as a tuple. In a file it is one text or a list of texts."""
+    """Return the stop_strings of a file as a tuple. A file may have one text or a list of texts."""
     _require(isinstance(value, str | list), "stop_strings", value, where, "a text or a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -205,7 +210,7 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
-    """Return the id of the eos_token in tokenizer_config.json; the empty set where no id has the token's text."""
+    """Return a set with the id of the eos_token in tokenizer_config.json; the empty set if no id has this text."""
     where = f"tokenizer_config.json in {small.folder}"
     named = small.json("tokenizer_config.json")
     token = named.get("eos_token")
@@ -232,7 +237,10 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
-    """Return the token ids in a list that the vocabulary has. num_ids: the size of the vocabulary; None = unknown."""
+    """Return those token ids of the list `value` that are in the vocabulary.
+
+    num_ids: the size of the vocabulary; None = unknown. what: the possible values of `key`, in words, for the error.
+    """
     _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
     return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
 

@@ -1,4 +1,4 @@
-"""The search for the folder or file that a model's name means, on this machine or through huggingface_hub's cache.
+"""Finds the folder or file that a model's name means, on this machine, in huggingface_hub's cache or on the hub.
 
 Only files that forerun reads are fetched from the hub. Config and tokenizer are fetched before the weights, so that a
 bad checkpoint is refused early. huggingface_hub is imported only where a name is a hub id.
@@ -65,13 +65,13 @@ Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with thei
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True) -> Path:
     """Return the folder or file that `name` means. Missing files are fetched from the hub into the cache.
 
-    name: a name in data/models.toml; or a path; or, where no such path exists, a hub id org/name[@revision]. A Path
-    object is always a path. A hub id may name one GGUF file of a model, by its name (org/name:FILE.gguf) or by the type
-    with which its name ends (org/name:Q4_K_M). Such a file is fetched whole. If it is split, all its pieces are
+    name: a name in data/models.toml, a path, or, where no such path exists, a hub id org/name[@revision]. A Path object
+    is always a path. A hub id may choose one GGUF file of a model, by the file's name (org/name:FILE.gguf) or by the
+    type at the end of the name (org/name:Q4_K_M). The whole GGUF file is fetched. If the file is split, all pieces are
     fetched, and the path of the first piece is returned.
 
-    config_only: fetch config.json alone. weights=False: fetch all files but the weights, see `fetch_weights`. Without a
-    network, a complete snapshot in the cache is used.
+    config_only: fetch config.json alone. weights=False: fetch all files but the weights; `fetch_weights` fetches the
+    weights later. Without a network, a complete snapshot in the cache is used.
 
     Raises NotFound for a model that does not exist or cannot be fetched, UnsupportedModel for a repository without
     readable weights, CapacityError for a full disk.
@@ -104,9 +104,10 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True)
 
 
 def fetch_weights(name: str, path: Path) -> None:
-    """Fetch the weights of a hub model whose other files are there. path: the path that `locate` returned.
+    """Fetch the weights of a hub model whose other files are already in the cache.
 
-    The weights come from the same commit as the other files, even if the branch has moved since. Raises as `locate`.
+    path: the path that `locate` returned for `name`. The weights come from the same commit as the other files, even if
+    the branch has moved since. Raises as `locate`.
     """
     model = _as_hub_model(hub_id_of(name))
     assert model is not None
@@ -114,12 +115,12 @@ def fetch_weights(name: str, path: Path) -> None:
 
 
 def fetch_files(name: str, choose: Choose) -> Path | None:
-    """Return the cache folder with some files of a hub id org/name[@revision]; None where `name` can only be a path.
+    """Fetch some files of the hub id `name` (org/name[@revision]), and return their cache folder.
 
-    This is for repositories that are not checkpoints, such as a drafter's head. choose: a function that gets the names
-    of all files and the hub id, and returns the names of the files to fetch. config.json is fetched, too, and must
-    exist. `choose` raises an error for an unwanted repository, before any file is fetched. Without a network, the
-    files in the cache are used. Raises as `locate`.
+    Returns None where `name` can only be a path. This function is for repositories that are not checkpoints, such as a
+    drafter's head. choose: gets the names of all files and the hub id, and returns the names of the files to fetch; for
+    an unwanted repository it raises an error, before any file is fetched. config.json is always fetched, and must
+    exist. Without a network, the files in the cache are used. Raises as `locate`.
     """
     name = hub_id_of(name)
     model = _as_hub_model(name) if "/" in name else None
@@ -132,7 +133,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
 
 
 def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
-    """Call `fetch` and return its result. Turn exceptions into errors that say what would help."""
+    """Call `fetch` and return its result. Any exception becomes a ForerunError that says what would help."""
     try:
         return fetch()
     except ForerunError:
@@ -157,15 +158,18 @@ def _kind(name: str) -> str:
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name means a model on the hub.
 
-    This is true for two sorts of names: a name in data/models.toml where neither this package nor an installed wheel
-    has the model, and any other name that has the form of a hub id and is not an existing path.
+    Two sorts of names mean a hub model: a name in data/models.toml, if neither this package nor an installed wheel
+    contains the model; and any other name that has the form of a hub id and is not an existing path.
     """
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
-    """Parse a name as a hub model; None where it can only be a path. Raises NotFound for a misspelt hub id."""
+    """Return the hub model that `name` means; None where `name` can only be a path.
+
+    Raises NotFound for a misspelt hub id.
+    """
     known = named.find(name)
     if known is not None and known.hub is not None and known.path() is None:
         return _as_hub_model(known.hub)
@@ -199,7 +203,10 @@ class _HubModel:
     revision: str
 
     def fetch(self, config_only: bool) -> Path:
-        """Fetch all files but the weights, see `locate`. Errors of huggingface_hub are passed on."""
+        """Fetch all files but the weights, and return their cache folder. Errors of huggingface_hub are passed on.
+
+        config_only: fetch config.json alone.
+        """
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -219,7 +226,10 @@ class _HubModel:
         return folder
 
     def fetch_weights(self, folder: Path) -> None:
-        """Fetch the weights, see the function `fetch_weights`. Errors of huggingface_hub are passed on."""
+        """Fetch the weights, see the function `fetch_weights`. Errors of huggingface_hub are passed on.
+
+        folder: the folder that `fetch` returned, whose name is the commit.
+        """
         try:
             commit, sizes = self.listing()
             if commit != folder.name:
@@ -238,7 +248,10 @@ class _HubModel:
             self.download(name, commit)
 
     def fetch_files(self, choose: Choose) -> Path:
-        """Fetch some files, see the function `fetch_files`. Errors of huggingface_hub are passed on."""
+        """Fetch some files and return their folder, see the function `fetch_files`.
+
+        Errors of huggingface_hub are passed on.
+        """
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -258,7 +271,10 @@ class _HubModel:
         return folder
 
     def listing(self) -> Listing:
-        """Return the revision's current commit, and the size of each file in bytes; None = unknown size."""
+        """Return the commit of the revision, and the size of each file in bytes; None = unknown size.
+
+        The hub's answer is kept for LISTING_KEPT_S seconds.
+        """
         asked_s, listing = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
         if listing is None or time.monotonic() - asked_s > LISTING_KEPT_S:
             try:
@@ -280,26 +296,26 @@ class _HubModel:
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
     def download(self, name: str, revision: str) -> Path:
-        """Return the path of one file in the cache. If the file is missing there, it is fetched first.
+        """Return the path of the file `name` in the cache. If the cache does not have the file, fetch it first.
 
-        Nothing is requested where `revision` is a commit and the cache has the file of this commit.
+        No request is sent if `revision` is a commit and the cache has the file of this commit.
         """
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
 
     def _revision_to_ask(self, commit: str) -> str:
-        """Return `commit`, if the cache already maps the revision to this commit.
+        """Return `commit` if the cache already maps the revision to this commit.
 
-        Otherwise return the revision, so that the cache learns which commit the revision means.
+        Otherwise return the revision, because a download by revision records the revision's commit in the cache.
         """
         cached = self._cached()
         return commit if cached is not None and cached.name == commit else self.revision
 
     def _cached(self) -> Path | None:
-        """Return the cached snapshot of the commit that the revision meant when it was last fetched.
+        """Return the folder of the cached snapshot for the revision; None where it has no config.json.
 
-        None where the cache has no config.json of that commit.
+        The snapshot's commit is the commit of the revision at the time of the last download.
         """
         from huggingface_hub import try_to_load_from_cache
 
@@ -307,9 +323,10 @@ class _HubModel:
         return Path(config).parent if isinstance(config, str) else None
 
     def _refuse(self, sizes: Mapping[str, Any], commit: str, config_only: bool) -> None:
-        """Raise for a checkpoint whose file names show that it cannot be read.
+        """Raise an error for a repository whose file names or JSON files show that forerun cannot read it.
 
-        Only the JSON files that the decision or its message needs are fetched for this.
+        sizes: the repository's files. JSON files are fetched from `commit`, and only where the decision or the error
+        message needs them.
         """
 
         def read(name: str) -> Mapping[str, Any]:
@@ -322,7 +339,10 @@ class _HubModel:
             refuse_without_tokenizer(sizes, self.id)
 
     def check_disk(self, sizes: Mapping[str, int | None]) -> None:
-        """Raise CapacityError where the cache has no room for files of these sizes."""
+        """Raise CapacityError if the disk of the cache has no room for these files.
+
+        sizes: the size of each file in bytes; None = unknown, counted as 0.
+        """
         missing = sum(size or 0 for size in sizes.values())
         folder = Path(cache_folder())
         while not folder.exists():
@@ -337,7 +357,7 @@ class _HubModel:
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A GGUF file of a hub model, or all its pieces. wanted: the file's name, or the type with which the name ends."""
+    """A GGUF file of a hub model, whole or in pieces. wanted: the file's name, or the type at the end of the name."""
 
     model: _HubModel
     wanted: str
@@ -351,9 +371,9 @@ class _HubFile:
         return self.model.revision
 
     def fetch(self, config_only: bool) -> Path:
-        """Fetch the whole file, see `locate`. The config alone cannot be fetched, because it is inside the file.
+        """Fetch the file or all its pieces, and return the path of the first. Errors of huggingface_hub are passed on.
 
-        Errors of huggingface_hub are passed on.
+        `config_only` has no effect, because the config is inside the file.
         """
         from huggingface_hub import try_to_load_from_cache
 
@@ -377,9 +397,9 @@ class _HubFile:
         """Do nothing: the weights are in the file."""
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """Return the name of the file, or the names of its pieces in order.
+        """Return the name of the wanted file, or the names of its pieces in order. names: the repository's files.
 
-        Raises NotFound where no file has the wanted name, or several have.
+        Raises NotFound unless exactly one file has the wanted name or type, and all of its pieces exist.
         """
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
@@ -397,7 +417,7 @@ class _HubFile:
         return pieces
 
     def _cached(self) -> Path | None:
-        """Return the path of the file in the cached snapshot of the revision; None where the file is not cached."""
+        """Return the path of the file, or of its first piece, in the cached snapshot; None where it is not cached."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -409,12 +429,12 @@ class _HubFile:
 
 
 def _holds(folder: Path, config_only: bool) -> bool:
-    """Whether a snapshot has config.json and tokenizer.json. With config_only, whether it has config.json."""
+    """Whether a snapshot folder has config.json and tokenizer.json. With config_only, whether it has config.json."""
     return all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2])
 
 
 def _holds_weights(folder: Path) -> bool:
-    """Whether a snapshot has all files of the weights."""
+    """Whether a snapshot folder has all files with weights."""
     if (folder / SINGLE).exists():
         return True
     return (folder / INDEX).exists() and all((folder / name).exists() for name in shard_names(folder / INDEX))

@@ -1,4 +1,4 @@
-"""Errors while a model is fetched from the hub. Each is explained in a sentence that says what would help.
+"""Turns errors that occur while a model is fetched from the hub into errors whose messages say what would help.
 
 huggingface_hub has changed its HTTP library twice, so transport errors are recognised by the names of their classes.
 """

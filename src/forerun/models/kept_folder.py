@@ -1,6 +1,6 @@
-"""Folders in the cache that are filled once. Each is written atomically, because another process may write it, too.
+"""Folders in the cache that are filled once. A folder is written atomically, because another process may write it, too.
 
-Where the cache cannot be written, as in a read-only home, the folder is made for this process alone.
+Where the cache cannot be written, as in a read-only home, a temporary folder for this process takes its place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ LOG = logging.getLogger(__name__)
 
 
 def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None], what: str) -> Path:
-    """Return the folder `name` of the cache. If one of `files` is missing there, `write` fills a new folder first.
+    """Return the folder `name` of forerun's cache. If one of `files` is missing there, write(folder) fills it first.
 
-    what: the content of the folder, in words, for messages. Raises CapacityError where no folder can be written at all.
+    what: the content of the folder, in words, for messages. Raises CapacityError where neither the cache nor a
+    temporary folder can be written.
     """
     folder = cache_folder() / name
     if _is_whole(folder, files):
@@ -46,7 +47,10 @@ def _for_this_process() -> tempfile.TemporaryDirectory[str]:
 
 
 def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]) -> Path:
-    """Return the folder. If it is incomplete, `write` fills it first. Raises OSError where it cannot be written."""
+    """Return `folder`. If one of `files` is missing there, write(folder) fills it first.
+
+    Raises OSError where the folder cannot be written.
+    """
     if _is_whole(folder, files):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

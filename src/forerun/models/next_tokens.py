@@ -1,10 +1,10 @@
-"""The multi-token prediction (MTP) block that lies in the files of its model.
+"""Reads and writes the multi-token prediction (MTP) block in a model's files.
 
 The MTP block is built like the model's blocks, so its weights are read under the names of the model's blocks, as the
-weights of a draft head. Published files call it `mtp.layers.0.`, as they call the model's first block
-`model.layers.0.`. GGUF files have it as their last block. The input of the MTP block is a projection of two normed
-vectors: a token's embedding, and the hidden state of the token before. A norm follows the MTP block (Gloeckle et al.
-2024; DeepSeek-V3, arXiv 2412.19437, eq. 21 to 24).
+weights of a draft head. In published files, its tensor names begin with `mtp.layers.0.`, while the names in the model's
+first block begin with `model.layers.0.`. In GGUF files, the MTP block is the last block. The input of the MTP block is
+a projection of two normed vectors: a token's embedding, and the hidden state of the token before. A norm follows the
+MTP block (Gloeckle et al. 2024; DeepSeek-V3, arXiv 2412.19437, eq. 21 to 24).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_nor
 class NextTokens:
     """The MTP block of a checkpoint.
 
-    decoder: the spec of a model with only this block, and the norm after it. source: the block's tensors, by our names.
+    decoder: the spec of a model that consists of the MTP block and the norm after it. source: the source of the block's
+    tensors, by our names.
     """
 
     decoder: Spec
@@ -53,12 +54,12 @@ class NextTokens:
 
     @property
     def side_offset(self) -> float:
-        """The offset to add to the stored weights of the norms before the projection. All other norms have it, too."""
+        """The number to add to the stored weights of the norms before the projection, and of all other norms."""
         return (self.decoder.final_norm or Norm()).offset
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
-    """Return the MTP block of a checkpoint; None where there is no such block, or its tensors are not as expected.
+    """Return the MTP block of a checkpoint; None if there is none, or if it has unexpected tensors or shapes.
 
     The files must be on this machine: fetch the weights of a hub model first.
     """
@@ -80,10 +81,10 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
 
 
 def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Names | None) -> dict[str, HostTensor]:
-    """Return the weights of an MTP block under the published names, by which `find` reads them in a folder.
+    """Return the weights of an MTP block under the published names, which `find` expects in a checkpoint folder.
 
-    weights: by our names, the weights of the block as layer 0, of the modules before it, and of the norm after it.
-    names: the published names of the model's tensors.
+    weights: the weights of the block, of the modules before it and of the norm after it, by our names; the block is
+    layer 0. names: the map of the model's published tensor names; None = our names.
     """
     names = names or USUAL
     outer = {ours: theirs for theirs, ours in FOLDER.items()}
@@ -103,10 +104,10 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Copy the folder of `original` to `folder`, with this MTP block, and no other, in a separate shard.
+    """Copy the checkpoint folder of `original` to `folder`, and write an MTP block as a separate shard.
 
-    tensors: the block's tensors, see `published_block`. Shards that an earlier call copied are not copied again, so a
-    training run may write its block many times.
+    tensors: the block's tensors, see `published_block`. Any MTP block of `original` is left out. Shards that an earlier
+    call copied are not copied again, so a training run may write its block many times.
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
@@ -146,9 +147,9 @@ def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, s
 
 
 def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy a shard without the tensors of an MTP block, unless an earlier call has copied it.
+    """Copy a shard without the tensors of an MTP block, unless an earlier call has copied this shard.
 
-    A copy has the shard's modification time, by which later calls recognise it.
+    A copy has the modification time of the shard, so that later calls recognise the copy.
     """
     kept = _without_block(entries)
     changed_ns = shard.stat().st_mtime_ns
@@ -175,10 +176,10 @@ def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
 
 
 class _Renamed(Wrapped):
-    """The tensors of an MTP block under the names that the files give to the first block of the model.
+    """A source of an MTP block's tensors. Each has the name that the same tensor of the model's first block has.
 
-    theirs: maps each such name to the tensor's name in the files. outer: maps our names of the tensors before and after
-    the block to their names in the files.
+    theirs: maps these names to the names of the MTP block's tensors in the files. outer: maps our names of the tensors
+    before and after the MTP block to the names of these tensors in the files.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
@@ -189,8 +190,8 @@ class _Renamed(Wrapped):
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
         """Find the MTP block among the tensors of a source. names: the published names of the model's tensors.
 
-        Returns None where there is no MTP block, where it has its own embedding or LM head, and where a folder has
-        several. If a GGUF file has several, the first is taken.
+        Returns None if there is no MTP block, if the block has its own embedding or LM head, or if a folder has several
+        MTP blocks. Of several MTP blocks in a GGUF file, the first is taken.
         """
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()
@@ -215,25 +216,25 @@ class _Renamed(Wrapped):
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The stored form of the block's tensors, by the names of the first block."""
+        """The stored form of the MTP block's tensors, by the names of the same tensors in the model's first block."""
         return {name: self._tensors[theirs] for name, theirs in self._theirs.items()}
 
     @cached_property
     def joining(self) -> Mapping[str, Stored]:
-        """The stored form of the tensors before and after the block, by our names."""
+        """The stored form of the tensors before and after the MTP block, by our names."""
         return {ours: self._tensors[theirs] for ours, theirs in self._outer.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor in or around the block. See `Source.blocks`."""
+        """Yield the rows of a tensor of `tensors` or `joining`. See `Source.blocks`."""
         return self.source.blocks(self._theirs.get(name) or self._outer[name])
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a quantised tensor in or around the block."""
+        """Return a quantised tensor of `tensors` or `joining`."""
         return cast(QuantisedSource, self.source).quantised(self._theirs.get(name) or self._outer[name])
 
 
 class _Joined(Wrapped):
-    """The tensors of an MTP block and of the modules before and after it, all by our names."""
+    """A source of the tensors of an MTP block and of the modules before and after the block, all by our names."""
 
     def __init__(self, named: Source, beside: _Renamed) -> None:
         super().__init__(named)

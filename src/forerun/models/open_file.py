@@ -1,4 +1,4 @@
-"""A file of weights that is opened once, however many of its tensors are read."""
+"""A file of weights that is opened only once for all tensors that are read from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.host_tensor import Array, empty
 
 
 class OpenFile:
-    """A file of weights. It is opened at the first read, and closed by `close` or when the object is garbage-collected.
+    """A file of weights. The first read opens the file. `close` or the garbage collection of this object closes it.
 
     The file is not mapped into memory, because pages that were read would stay resident. A read after `close` opens the
     file again. Raises OSError as `open` does.
@@ -28,7 +28,7 @@ class OpenFile:
 
     @property
     def stream(self) -> BinaryIO:
-        """The open file. Its position is where the last read ended."""
+        """The open file. The file position is the end of the last read."""
         if self._stream is None:
             self._stream = self.path.open("rb")
             self._end = weakref.finalize(self, self._stream.close)
@@ -39,16 +39,16 @@ class OpenFile:
         return self.stream.fileno()
 
     def read(self, start: int, num_bytes: int) -> Array:
-        """Return `num_bytes` bytes from `start` on, uint8. Returns fewer bytes where the file ends before."""
+        """Return `num_bytes` bytes from offset `start` on, as uint8. If the file ends earlier, return fewer bytes."""
         numbers = empty((num_bytes,), np.uint8)
         self.stream.seek(start)
         num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
         return numbers[:num_read]
 
     def read_whole(self, start: int, num_bytes: int) -> Array:
-        """Return exactly `num_bytes` bytes from `start` on, uint8.
+        """Return exactly `num_bytes` bytes from offset `start` on, as uint8.
 
-        Raises UnsupportedModel where the file ends before.
+        Raises UnsupportedModel if the file ends earlier.
         """
         numbers = self.read(start, num_bytes)
         if len(numbers) < num_bytes:

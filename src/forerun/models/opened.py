@@ -1,4 +1,4 @@
-"""A checkpoint before its weights are read: a folder, a file or a model of the hub, opened once.
+"""Opens a checkpoint (a folder, a file or a model of the hub) without reading its weights.
 
 Files other than the weights, such as config.json, are read when they are first needed, and then kept in memory.
 `load_checkpoint` loads the weights of opened checkpoints.
@@ -32,12 +32,12 @@ from forerun.text.tokenizer import Tokenizer
 class OpenedCheckpoint:
     """A checkpoint whose files are read and checked, except the weights.
 
-    asked: the name by which a caller named the checkpoint. path: the path of its folder or file. raw: config.json
-    without ignored keys. spec: the spec that the family read from `raw`. source: reads the tensors; None = the tensors
-    are in memory, or there are none. small: the files without weights, such as the tokenizer; None = these files in the
-    source's folder. original: for a model that was made in memory, the checkpoint on the disk from which it was made,
-    if both have the same hidden size and vocabulary. Drafters for the new model, such as an MTP block, are looked for
-    in that checkpoint's files and beside them.
+    asked: the name that the caller gave. path: the path of the checkpoint's folder or file. raw: config.json without
+    ignored keys. spec: the spec that the family read from `raw`. source: reads the tensors; None = the tensors are in
+    memory, or there are none. small: the files besides the weights, such as the tokenizer; None = the files in the
+    source's folder. original: for a model that was made in memory, the checkpoint on the disk from which the model was
+    made, if both have the same hidden size and vocabulary. Drafters for the new model, such as an MTP block, are looked
+    for in the files of `original` and beside these files.
     """
 
     original: OpenedCheckpoint | None = None
@@ -65,11 +65,12 @@ class OpenedCheckpoint:
         config_only: bool = False,
         with_tokenizer: bool = True,
     ) -> OpenedCheckpoint:
-        """Open a folder, a file or a model of the hub. All files but the weights are fetched.
+        """Open a folder, a file or a model of the hub. All files of a hub model but the weights are fetched.
 
-        config_only: only config.json is fetched and read; `name` may then be the path of a config.json. with_tokenizer:
-        whether to refuse a tokenizer that cannot be read. Raises UserError for any fault in files other than the
-        weights, and NotFound where the weights or another necessary file are missing.
+        ignore_config_keys: the keys of config.json to treat as missing. config_only: only config.json is fetched and
+        read; `name` may then be the path of a config.json. with_tokenizer: whether to refuse a tokenizer that cannot be
+        read. Raises UserError for any fault in files other than the weights, and NotFound if the weights or another
+        necessary file are missing.
         """
         if config_only and Path(name).suffix == ".json" and Path(name).is_file():
             raw = without(read_json(Path(name)), ignore_config_keys)
@@ -88,7 +89,7 @@ class OpenedCheckpoint:
     def in_memory(
         cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
     ) -> OpenedCheckpoint:
-        """Return an opened checkpoint for a model made in memory. config: the sizes of the model, such as a Spec."""
+        """Return an opened checkpoint for a model made in memory. config: its sizes, such as a Spec or ToyConfig."""
         raw = {"eos_token_id": sorted(end_ids)}
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}
@@ -104,9 +105,9 @@ class OpenedCheckpoint:
         return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
-        """Return an opened checkpoint for a model that is made in memory from this checkpoint's model.
+        """Return an opened checkpoint for a new model, which is made in memory from this checkpoint's model.
 
-        tokenizer: the tokenizer of the new model; None = this checkpoint's tokenizer.
+        spec: the spec of the new model. tokenizer: the tokenizer of the new model; None = this checkpoint's tokenizer.
         """
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
         widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
@@ -126,7 +127,7 @@ class OpenedCheckpoint:
 
     @cached_property
     def small(self) -> SmallFiles:
-        """The files of the checkpoint beside the weights, such as config.json and the tokenizer."""
+        """The checkpoint's files other than weights, such as config.json and the tokenizer."""
         return SmallFiles(None if self.source is None else self.source.folder)
 
     @property
@@ -141,7 +142,7 @@ class OpenedCheckpoint:
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises NotFound where there is none."""
+        """The tokenizer. Raises NotFound where the checkpoint has none."""
         if self.tokenizer is None:
             raise NotFound(f"there is no tokenizer.json in {self.folder}: name a checkpoint folder that holds one")
         return self.tokenizer
@@ -173,7 +174,7 @@ class OpenedCheckpoint:
     def tensors(self) -> Mapping[str, Stored]:
         """The stored form of each tensor, from the headers of the weights.
 
-        Where the headers cannot be read, the stored form is what config.json implies. The error of the headers is
+        If the headers cannot be read, the stored forms are derived from config.json (`said_tensors`). The error is
         raised later, when the model is loaded.
         """
         try:
@@ -184,9 +185,10 @@ class OpenedCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hex digest of a model's sizes and of its norms and biases in bfloat16.
+        """A hex digest of the model's sizes, and of its norms and biases in bfloat16.
 
-        Quantisation changes none of these, so a model has the same fingerprint in quantised files. Raises as `weights`.
+        Quantisation changes none of these numbers, so quantised files of a model have the same fingerprint as the
+        original files. Raises as `weights`.
         """
         spec, digest = self.spec, xxhash.xxh3_128()
         digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
@@ -202,7 +204,7 @@ class OpenedCheckpoint:
             fetch_weights(str(self.asked), self.path)
 
     def close(self) -> None:
-        """Close the files with weights. Call it once the weights are in memory."""
+        """Close the files with weights. Call this method once the weights are in memory."""
         if self.source is not None:
             self.source.close()
 
@@ -213,9 +215,10 @@ def spec_of(name: str | Path) -> Spec:
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:
-    """Return a source that gives tensors the names of `blocks.weights`.
+    """Return a source of the same tensors under the names of `blocks.weights`.
 
-    A source is wrapped if its names differ from these, or if it also has a multi-token prediction block.
+    `source` itself is returned if its tensors have these names already, and config.json declares no multi-token
+    prediction block. The tensors of such a block are left out.
     """
     names = source.names or published_names(source.config, spec)
     if naming.says_next_tokens(source.config):
@@ -229,9 +232,10 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
 
 
 def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
-    """Read config.json with the family that it names. Raises UnsupportedModel for a model that forerun cannot compute.
+    """Return the spec that config.json (`raw`) describes, read by the family of its model_type.
 
-    path: the folder or file with this config, where it is known.
+    Raises UnsupportedModel for a model that forerun cannot compute. path: the checkpoint's folder or file, for the
+    message; None = unknown.
     """
     try:
         refusals.refuse_code(raw, model_types(), computes(raw))
@@ -245,9 +249,9 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
 
 
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """Return the stored form that config.json alone implies for each tensor.
+    """Return the stored form of each tensor by name, derived from config.json alone.
 
-    The embedding and the LM head are taken as not quantised, as in most quantised checkpoints.
+    The embedding and the LM head are assumed not to be quantised, as in most quantised checkpoints.
     """
     file = Path("config.json")
     return {w.name: Stored(file, w.shape, "float32", _said_scheme(w, raw)) for w in weights(config)}

@@ -1,4 +1,4 @@
-"""The facts about a checkpoint that are known before its weights are read. The memory plan needs them."""
+"""The facts about a checkpoint that are known before its weights are read, for the memory plan."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from forerun.ops.quantised import Scheme
 class Outline:
     """A checkpoint's config, and the quantization with which its model is to be loaded.
 
-    raw: the checkpoint's config.json. config: the model's spec. schemes: the scheme of each matrix that will be
-    quantised in memory, by name. is_made: whether the model is made in memory from another model. Without a
-    quantization, such a model shares the other model's weights. With a quantization, it has rounded copies.
+    raw: the checkpoint's config.json. config: the model's spec. schemes: by matrix name, the scheme of each matrix that
+    is quantised once the model is loaded. is_made: whether the model is made in memory from another model. Without a
+    quantization, such a model shares the other model's weights. With a quantization, it has rounded copies of them.
     """
 
     raw: Mapping[str, Any]
@@ -37,11 +37,11 @@ class Outline:
         quantization: str | None = None,
         packs: Callable[[Scheme], bool] = lambda _: False,
     ) -> Outline:
-        """Return the outline of a checkpoint. Of its weights, only the headers are read.
+        """Return the outline of a checkpoint. Only the headers of its weights are read.
 
-        Where the weights are not on this machine, the quantisation of matrices is taken from config.json, as far as it
-        is described there. packs: returns whether the operators compute with a scheme's integers. Raises BadOption as
-        `load_checkpoint` would.
+        If the weights are not on this machine, the schemes are derived from config.json, as far as it describes the
+        quantisation. packs(scheme): returns whether the operators compute with a scheme's codes directly. Raises
+        BadOption as `load_checkpoint` would.
         """
         if quantization == AUTO:
             quantization = usual_rounding(opened.tensors, packs)
@@ -50,13 +50,13 @@ class Outline:
     def widened(self, config: Spec) -> Outline:
         """Return the outline of a wider model, which is made in memory from this model. config: the wider model's spec.
 
-        The wider model's weights are made dense, and then quantised.
+        The wider model's weights are first made as dense matrices, and then quantised.
         """
         schemes = _schemes(said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
     def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
-        """Return the outline of a model that is made in memory from this model, by rounding it or leaving out layers.
+        """Return the outline of a model that is made in memory from this model, by rounding or by leaving out layers.
 
         layers: the layers that the new model has; None = all. config: the spec of the new model, needed only if its
         layers are not layers of this model; None = this model's spec with `layers`.

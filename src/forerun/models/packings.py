@@ -1,10 +1,10 @@
-"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store a matrix: in which tensors, and what these tensors mean.
+"""The layouts of quantised matrices in checkpoints: GPTQ, AWQ, FP8, MXFP4 and compressed-tensors.
 
-config.json says which layout a checkpoint has (`layout_of`). In a `Layout`, a matrix is codes, scales and zero points.
-Each is one tensor, whose name begins with the matrix's name. They become QuantisedRows without rounding. In `Floats`, a
-matrix is 8-bit floats and scales. Operators that do not compute with 8-bit floats get the matrix in float32. Sources:
-AutoGPTQ's and AutoAWQ's packers of 2024, compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the
-model card of gpt-oss for MXFP4.
+config.json names the layout of a checkpoint (`layout_of`). In a `Layout`, a matrix consists of codes, scales and zero
+points, each in a separate tensor, whose name begins with the matrix's name. These tensors become QuantisedRows without
+rounding. In `Floats`, a matrix consists of 8-bit floats and scales. Operators that do not compute with 8-bit floats get
+the matrix in float32. Sources: AutoGPTQ's and AutoAWQ's packers of 2024, compressed-tensors 0.20, transformers 5's FP8
+and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of matrices of integers. One tensor holds a matrix's integers, other tensors its scales and zero points.
+    """A layout in which one tensor holds a matrix's codes, and other tensors hold the matrix's scales and zero points.
 
-    codes: how the name of the tensor with the integers ends. parts: how the names of the other tensors end.
+    codes: the last part of the name of the tensor with the codes. parts: the last parts of the other tensors' names.
     """
 
     method: str
@@ -50,10 +50,10 @@ class Layout:
     types: frozenset[str] = INTEGERS  # of the tensor with the integers
 
     def matrix_of(self, name: str, dtype: str) -> tuple[str, dict[str, str]] | None:
-        """Return the name of the matrix whose integers a tensor holds, and the names of all the matrix's tensors.
+        """If a tensor holds the codes of a matrix, return the matrix's name, and the names of its tensors by part.
 
-        None where the tensor holds no integers of a matrix. An MXFP4 matrix stacks all experts, and its name is the
-        name of the tensor with its integers.
+        Returns None for any other tensor. name, dtype: of the tensor in the file. An MXFP4 matrix stacks all experts,
+        and has the name of the tensor with its codes.
         """
         if dtype not in self.types:
             return None
@@ -66,9 +66,10 @@ class Layout:
         return f"{prefix}.weight", {part: f"{prefix}.{part}" for part in (self.codes, *sorted(self.parts))}
 
     def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
-        """Return the shape and the scheme of a matrix. scales: the dtype of its scales in the file.
+        """Return the shape (outputs, inputs) and the scheme of a matrix.
 
-        Raises ValueError, with the reason, for a matrix that cannot be read.
+        shapes: the shapes of the matrix's tensors. scales: the dtype of its scales in the file. Raises ValueError, with
+        the reason, for a matrix that cannot be read.
         """
         if self.method == "MXFP4":
             return _blocks_of_floats(shapes, scales), MXFP4
@@ -82,7 +83,10 @@ class Layout:
         return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales], zero=zero)
 
     def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
-        """Read some rows of a matrix. The number of the first row must be a multiple of 32."""
+        """Read the rows `chosen` of a matrix; chosen.start must be a multiple of 32.
+
+        shapes: the shapes of the matrix's tensors. num_in: the number of inputs. read: reads a slice of a tensor.
+        """
         if self.method == "MXFP4":
             some = slice(chosen.start, chosen.stop)
             pairs = read("blocks", some, ALL).values
@@ -99,8 +103,8 @@ class Floats:
     """A layout of matrices of 8-bit floats (FLOAT8) with one scale per matrix, per row, or per block.
 
     scales: the possible names of the tensor with the scales; each matrix has one such tensor. others: the names of
-    tensors that are only used to round inputs; they are not read. block: the number of rows and the number of columns
-    that share a scale; None = they follow from the shape of the scales.
+    tensors that only serve to round inputs, and are not read. block: the number of rows and the number of columns that
+    share a scale; None = both numbers follow from the shape of the scales.
     """
 
     method: str
@@ -130,13 +134,16 @@ class Floats:
 def floats(
     numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int], scheme: Scheme
 ) -> QuantisedRows:
-    """Return some rows of a matrix of 8-bit floats as they are stored. `widened` explains the parameters."""
+    """Return rows of a matrix of 8-bit floats as QuantisedRows, without change of their values.
+
+    scheme: see `Floats.scheme`. `widened` explains the other parameters.
+    """
     row_scales = scales[np.arange(first, first + len(numbers)) // spans[0]]
     return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), row_scales, np.zeros(row_scales.shape, np.uint8))
 
 
 def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int]) -> Float32:
-    """Return some rows of a matrix of 8-bit floats in float32.
+    """Return rows of a matrix of 8-bit floats as float32 weights, multiplied by their scales.
 
     numbers: [R, I], the stored rows from row `first` on. scales: [O', I'], all scales of the matrix. spans: the number
     of rows and the number of columns that share a scale.
@@ -147,7 +154,7 @@ def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[in
 
 
 def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
-    """Return the float32 weights of a matrix in which the inputs of one group are not adjacent.
+    """Return `rows` dequantised to float32, for a matrix in which the inputs of one group are not adjacent.
 
     groups: int64 [I], the group of each input.
     """
@@ -174,11 +181,11 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
 
 
 def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
-    """Return the scheme of a layer's matrices from config.json alone, to plan without the weights.
+    """Return the scheme of a layer's matrices as far as config.json (`raw`) tells, for plans without the weights.
 
-    None for dense matrices, for 8-bit floats, and where inputs may be in another order than their groups. is_expert:
-    whether the matrices belong to experts; in MXFP4 checkpoints, all other matrices are dense. Where config.json has
-    several groups of settings, the group with the most bits is taken. Raises as `layout_of`.
+    Returns None for dense matrices, for 8-bit floats, and where the inputs of a group may not be adjacent. num_in: the
+    number of inputs. is_expert: whether the matrices belong to experts; in MXFP4 checkpoints, all other matrices are
+    dense. Of several groups of settings in config.json, the group with the most bits counts. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:
@@ -204,7 +211,7 @@ _WAY_OUT = f"name the unquantised original, or one quantised as {READABLE}"
 
 @dataclass(frozen=True)
 class _Settings:
-    """An object inside config.json whose settings are checked one by one. where: the object's name, for messages."""
+    """Checks the settings of an object inside config.json. where: the object's name, for messages."""
 
     where: str
     values: Mapping[str, Any]
@@ -220,7 +227,7 @@ class _Settings:
 def _gptq(settings: _Settings) -> Layout:
     """Read the settings of GPTQ. With desc_act=true, the tensor g_idx holds the group of each input.
 
-    Version 1 stores each zero point minus 1.
+    Version 1 of the format stores each zero point minus 1.
     """
     permutes = settings.want("desc_act", False, True, None)
     version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
@@ -404,7 +411,7 @@ def unpack(words: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def pack(integers: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
-    """Return integers packed into int32 words, as `unpack` reads them. The last word is filled with zeros."""
+    """Return integers packed into int32 words, as `unpack` reads them. A row's last word is filled up with zeros."""
     per_word = 32 // bits
     missing = -integers.shape[-1] % per_word
     whole = np.pad(integers, ((0, 0), (0, missing))).astype(np.uint32)
@@ -440,7 +447,7 @@ def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, 
 
 
 def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
-    """Read some rows of int8 codes as uint8 codes, by adding 128."""
+    """Read the rows `chosen` of a matrix of int8 codes. Adds 128 to codes and zero points, which makes them uint8."""
     rows = slice(chosen.start, chosen.stop)
     scales = read("weight_scale", rows, ALL)
     zeros = np.full(scales.shape, 128, np.uint8)

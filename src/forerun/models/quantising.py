@@ -1,7 +1,8 @@
-"""Weights that are quantised while they are read.
+"""Quantises weights while they are read from files.
 
 Every matrix of the layers is rounded to the requested number of bits. The embedding and the LM head are rounded to at
-least 8 bits, because their rounding affects every logit. Biases and the final norm stay unchanged.
+least 8 bits, because their rounding affects every logit. With Quantization.again, for draft models, these two also get
+the requested number of bits. Biases, norms, and the matrices that choose experts stay unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class QuantisingSource(Wrapped):
         self.tensors: Mapping[str, Stored] = planned(source.tensors, spec, quantization)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor, with the values after rounding. See `Source.blocks`."""
+        """Yield the rows of a tensor, with their values after rounding, as floats. See `Source.blocks`."""
         scheme = self.tensors[name].scheme
         if scheme is None or scheme == self.source.tensors[name].scheme:
             yield from self.source.blocks(name)
@@ -42,7 +43,7 @@ class QuantisingSource(Wrapped):
             yield HostTensor.of(rows.dequantise())
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a matrix after rounding; a matrix that is not rounded again is returned as stored."""
+        """Return a matrix after rounding. A quantised matrix that is not rounded again is returned as it is stored."""
         stored = self.tensors[name]
         if stored.scheme is None or stored.scheme == self.source.tensors[name].scheme:
             return cast(QuantisedSource, self.source).quantised(name)
@@ -85,21 +86,22 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
 
 
 def _stays(stored: Stored, quantization: Quantization) -> bool:
-    """Whether a matrix keeps its stored form, while other matrices are rounded again.
+    """Whether a matrix keeps its stored form although `quantization.again` is true.
 
-    It keeps this form if rounding would not give it fewer bits, or if its rows are not a multiple of the group size.
+    A matrix keeps its form if rounding would not reduce its bits, or if the group size does not divide the length of
+    its rows.
     """
     has_few_bits = stored.scheme is not None and stored.scheme.bits <= quantization.bits
     return quantization.again and (has_few_bits or stored.shape[-1] % quantization.group > 0)
 
 
 def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool]) -> str | None:
-    """Return the default quantization of a draft model with these matrices; None where rounding would not pay.
+    """Return the default quantization of a draft model with these tensors; None if rounding would not make it faster.
 
-    packs: returns whether the operators compute with a scheme's integers.
+    packs(scheme): returns whether the operators compute with a scheme's codes directly.
 
-    A pass over large weights takes as long as it takes to read them from memory, so fewer bytes make it faster. The
-    weights of a small model stay in the processor's caches, where most of the time goes to calls and barriers.
+    The time of a pass over large weights is the time to read them from memory, so fewer bytes make the pass faster. The
+    weights of a small model stay in the processor's caches, so the time of its pass is mostly calls and barriers.
     """
     matrices = [stored for stored in tensors.values() if len(stored.shape) == 2]
     num_weights = sum(math.prod(stored.shape) for stored in matrices)

@@ -1,7 +1,7 @@
-"""Refusals of checkpoints that forerun does not read. Each is a sentence that says how to get a readable checkpoint.
+"""Refuses checkpoints that forerun does not read. The error messages say how to get a readable checkpoint.
 
 A checkpoint is judged by the names of its files, in a folder or in the hub's listing. No function here reads weights,
-so that a bad checkpoint is refused early.
+so that a bad checkpoint is refused early. Unless stated otherwise, the errors are NotFound or UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ ReadJson = Callable[[str], Mapping[str, Any]]
 
 
 def refuse_path(path: Path) -> NoReturn:
-    """Raise for a folder without config.json, or for a file in place of a folder. The message says how to go on."""
+    """Raise an error for a path that no file format recognises: a folder without config.json, or a file.
+
+    The message depends on the path, and says how to go on.
+    """
     if path.is_dir():
         refuse_without_weights(names_in(path), str(path), lambda name: read_json(path / name))
         raise _no_config(str(path))
@@ -53,9 +56,10 @@ def refuse_path(path: Path) -> NoReturn:
 
 
 def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise if there is neither model.safetensors nor an index of shards, with advice for the files that are there.
+    """Raise an error unless the files `names` include model.safetensors or an index of shards.
 
-    where: the folder or the hub id, for messages. read: returns the object in the JSON file of a given name.
+    The message gives advice for the files that exist. Without config.json and without weights in another format, no
+    error is raised. where: the folder or the hub id, for messages. read(name): returns the object in a JSON file.
     """
     if SINGLE in names or INDEX in names:
         return
@@ -77,7 +81,10 @@ def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -
 
 
 def refuse_without_config(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise if there is no config.json. The message gives advice for weights of other formats."""
+    """Raise an error if `names` has no config.json. The message gives advice for weights of other formats.
+
+    where, read: see `refuse_without_weights`.
+    """
     if CONFIG not in names:
         refuse_without_weights(names, where, read)
         raise _no_config(where)
@@ -92,7 +99,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index of shards lists.
+    """Return the file names that an index of shards lists, without repetition.
 
     Raises NotFound for a name that is not a plain file name: a path, `..`, an empty name, or a name with control
     characters. Raises UnsupportedModel for an index that lists no files.
@@ -108,16 +115,17 @@ def shard_names(index: Path) -> list[str]:
 
 
 def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise where there is no tokenizer.json."""
+    """Raise an error if `names` has no tokenizer.json. where: the folder or the hub id, for the message."""
     refuse_slow_tokenizer(names, where)
     if TOKENIZER not in names:
         raise NotFound(f"there is no tokenizer.json in {where}: copy it from the model that this one was made of")
 
 
 def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise if the only tokenizer is a slow one. The message says how to convert it.
+    """Raise UnsupportedModel if `names` has files of a slow tokenizer, such as vocab.txt, and no tokenizer.json.
 
-    A folder without any tokenizer is not refused, because the ids of its model may stand for something other than text.
+    The message says how to convert the tokenizer. A folder without any tokenizer is not refused, because the ids of its
+    model may stand for something other than text.
     """
     slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
     if TOKENIZER in names or not slow:
@@ -133,8 +141,8 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | 
     """Raise UnsupportedModel if config.json asks for Python code that comes with the checkpoint (`auto_map`).
 
     For a model_type that forerun knows, only code for the model itself is refused. For any other model_type, all code
-    is refused. known: the model_types that forerun reads. computed: the model class that is not refused for a known
-    model_type, because forerun computes the same; None = no class.
+    is refused. known: the model_types that forerun reads. computed: a model class that is not refused for a known
+    model_type, because forerun computes the same results; None = no such class.
     """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}
@@ -152,9 +160,9 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | 
 
 
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise if a quantiser described its work in a file of its own, instead of a key in config.json.
+    """Raise UnsupportedModel if a quantiser wrote its settings into a separate file (QUANTISERS), not into config.json.
 
-    The message names the quantisation method if that file does.
+    The message names the quantisation method if that file names it. where, read: see `refuse_without_weights`.
     """
     left = sorted(QUANTISERS.keys() & set(names))
     if left and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):

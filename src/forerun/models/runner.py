@@ -1,7 +1,7 @@
-"""A model at work. It packs runs of new tokens into a ragged batch, runs the batch, and returns the logits of each run.
+"""Runs a model: packs runs of new tokens into a ragged batch, runs the batch, and returns the logits of each run.
 
-The same class runs target and draft models. So a chunk of a prompt, a plain step, the verification of a draft, and a
-draft model's pass over tokens that it has not run yet are one operation.
+The class Runner serves target and draft models. A run may be a chunk of a prompt, one token of a plain step, a draft to
+verify, or the committed tokens that a draft model has not run yet. All of these are the same operation.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NO_NUMBERS = -1  # in place of the largest logit's id, where logits are not fini
 class Run(NamedTuple):
     """New tokens of one sequence, to run in one pass.
 
-    parents [n]: the parent of each token, as an index that counts first the slot's pending rows (written, not
-    committed) and then the rows of the run; -1 = no parent but the committed rows. None = the tokens are a chain after
+    parents [n]: the index of each token's parent row. Indices count the slot's pending rows (written, not committed)
+    first, and then the rows of the run; -1 = the parent is the last committed row. None = the tokens are a chain after
     all rows of the slot. pending: whether the rows of the run become pending (KVCache.hold), so that the slot's next
-    run continues after them. Otherwise the slot's next run overwrites them, unless `keep` is called before.
+    run continues after them. Otherwise the slot's next run overwrites the rows, unless `keep` is called before.
 
-    logits: whether to return logits of every row ("all"), of the last row ("last"), or of no row ("none"). These rows
-    are the wanted rows. best_only: return only the id of the largest logit of each wanted row; the runner must have
-    `finds_best`. draws: how the device is to draw a token from each wanted row; the runner must have `draws_rows`.
-    asked: for each draw, ids whose probabilities to return as well. vectors: maps a row of the run to the vector [H]
-    that the first layer gets in place of the token's embedding. That row still needs a valid token id.
+    logits: the wanted rows, whose logits are returned: every row ("all"), the last row ("last"), or no row ("none").
+    best_only: return only the id of the largest logit of each wanted row; the runner must have `finds_best`. draws: how
+    the device is to draw a token from each wanted row; the runner must have `draws_rows`. asked: for each draw, further
+    ids whose probabilities are returned. vectors: maps the index of a row in the run to the vector [H] that the first
+    layer gets in place of the token's embedding. Such a row still needs a valid token id.
     """
 
     slot: int
@@ -57,21 +57,22 @@ class Run(NamedTuple):
     asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
-        """Return the parent of each token of the run. Where `parents` is None, it is the token or row before.
+        """Return the index of each token's parent row, counted as in `parents`.
 
-        num_pending: the number of pending rows of the slot.
+        Where `parents` is None, each token's parent is the row before it. num_pending: the slot's number of pending
+        rows.
         """
         return range(num_pending - 1, num_pending - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The results of one pass.
+    """Holds the results of one pass.
 
-    hidden: the hidden states [T, H] after the final norm. rows[b]: the rows of `hidden` that belong to run b. logits[b]
-    [wanted rows, ids]: the logits of run b, on the host. best[b] [wanted rows]: for a run with best_only, instead of
-    its logits, the token ids of the largest logits, or NO_NUMBERS where logits are not finite. drawn[b] [wanted rows]:
-    for a run with draws, the distributions; best[b] then has the ids of their largest logits.
+    hidden: the hidden states [T, H] after the final norm. rows[b]: the indices in `hidden` of the rows of run b.
+    logits[b] [wanted rows, ids]: the logits of run b, on the host. best[b] [wanted rows]: for a run with best_only,
+    instead of logits, the token ids of the largest logits, or NO_NUMBERS where logits are not finite. drawn[b] [wanted
+    rows]: for a run with draws, the distributions; best[b] then has the ids of the largest logits.
 
     forward_s: the duration of the pass in seconds. taps: for each layer k of Runner.taps, the residual stream of every
     row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: the number of experts that were
@@ -90,17 +91,17 @@ class Scores:
 
 
 class Runner:
-    """A model with its KV cache and its vocabulary.
+    """Runs a model with its KV cache, for a vocabulary of `num_ids` token ids.
 
-    num_ids: the number of token ids; rows of the LM head beyond it are padding. holes: ids below num_ids that stand for
-    no token. Padding and holes get probability 0: the logits of padding are cut off, and the logits of holes are set to
-    -inf. The LM head of a draft model may have fewer rows than its target has ids. Then rows of logits have only this
-    length, and later ids have probability 0.
+    num_ids: None = one id for each row of the LM head; rows beyond num_ids are padding. holes: ids below num_ids that
+    stand for no token. Padding and holes get probability 0: the logits of padding are cut off, and the logits of holes
+    are set to -inf. A draft model's LM head may have fewer rows than the target has ids. Then a row of logits has one
+    entry for each row of the LM head, and higher ids have probability 0.
 
-    layers: the layers to run, ascending; None = all. The final norm and the LM head read the output of the last of
-    these, so a model with only some of its layers can draft for the whole model. taps: inner layers; each pass returns
-    the hidden states before them. They may be set later. head_rows: how many rows of the LM head to compute, from the
-    first on; None = all. has_experts: whether some layer has experts.
+    layers: the layers to run, ascending; None = all. The final norm and the LM head read the output of the last layer
+    in `layers`, so a model with only some of its layers can draft for the whole model. taps: layer indices; each pass
+    also returns the residual stream before each of these layers. This attribute may be changed later. head_rows: the
+    number of LM head rows to compute, from the first on; None = all. has_experts: whether some layer has experts.
     """
 
     def __init__(
@@ -127,16 +128,17 @@ class Runner:
         self.narrow(head_rows)
 
     def narrow(self, head_rows: int | None) -> None:
-        """From now on, compute only the logits of the first `head_rows` ids; None = of all ids."""
+        """Limit later passes to the logits of the first `head_rows` ids; None = the logits of all ids."""
         self.head_rows = head_rows
         self.width = min(self.num_ids, head_rows or self.num_ids, self.model.config.vocab_size)  # of a row of logits
         self._none: Rows = np.empty((0, self.width), np.float32)
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Run every token of the runs once. Their cache rows are reserved here; only `cache.keep` commits them.
+        """Run the tokens of all runs in one pass, and return the results.
 
-        Raises CapacityError where the cache has too few free rows.
+        The pass reserves cache rows for the tokens and writes them; only `cache.keep` commits them. Raises
+        CapacityError where the cache has too few free rows.
         """
         with self.model.ops.inference():
             return self._forward(runs)
@@ -164,7 +166,10 @@ class Runner:
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
-        """Draw on the device. Returns each run's distributions, and writes the likeliest token ids into `best`."""
+        """Draw a token on the device from each row in `rows`, the wanted rows of the runs with draws.
+
+        Returns each run's distributions, and writes the likeliest token ids into `best`.
+        """
         draws = [draw for run in runs for draw in run.draws]
         asked = [ids for run in runs for ids in run.asked or [()] * len(run.draws)]
         assert self._drawer is not None
@@ -202,10 +207,10 @@ class Runner:
     ) -> RanAhead:
         """Return a continuation of several tokens for each run, in one call. The runner must have `finds_best`.
 
-        The model runs the tokens of run b, and then its own new tokens one by one. It makes `lengths[b]` new tokens,
-        and runs all of them but the last. The cache rows are reserved here, and not committed. stops: for each run, the
-        rule that ends it earlier; () = no run ends earlier. layer_rows: for a draft head, the target's hidden states
-        [T, H] after each layer that the head reads. The head makes the vectors of the runs from these; () = the runs
+        The model runs the tokens of run b, and then generates `lengths[b]` new tokens one by one. It runs every new
+        token but the last. This method reserves the cache rows, and does not commit them. stops: for each run, the rule
+        that may end its continuation earlier; () = no rules. layer_rows: for a draft head, the target's hidden states
+        [T, H] after each layer that the head reads, from which the head makes the vectors of the runs; () = the runs
         have their vectors already. draws: how to draw the tokens of each run, for a runner that `draws_ahead`; () =
         take the likeliest tokens.
 
@@ -229,9 +234,10 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """All facts on which the time of a pass depends: processor, operators, threads, sizes, layers and weights.
+        """A text with all facts on which the time of a pass depends.
 
-        The number of bytes that a pass reads distinguishes rounded weights from the original weights.
+        The facts are the processor, the operators, the number of threads, the model's sizes and layers, the dtype of
+        the weights, the device, and the number of bytes that a pass reads, which differs for rounded weights.
         """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
@@ -241,7 +247,7 @@ class Runner:
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
-        """Run a pass over `num_rows` new rows, and drop them. Raises CapacityError where they do not fit.
+        """Run a pass over `num_rows` new rows, and drop the rows. Raises as `scratch`.
 
         num_behind: the number of earlier cache rows that the new rows attend to. Their content does not matter.
         """
@@ -259,7 +265,7 @@ class Runner:
         is_alike: whether all rows are the same random token. Otherwise each row is another random token, as in a text.
         In a model without experts, all rows are token 0. `run` returns the number of experts that were chosen for its
         rows, averaged over the layers with experts; 0 where no layer has experts. This method and `run` raise
-        CapacityError.
+        CapacityError where the cache has too few free rows, or the model too few positions.
         """
         self.cache.open(SCRATCH_SLOT)
         try:
@@ -294,7 +300,7 @@ class Runner:
             raise CapacityError(f"the model has {self.model.config.max_positions} positions, {num_positions} asked")
 
     def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Any:
-        """Return the inputs of the first layer [T, H]; None = the embeddings, where no run has vectors."""
+        """Return the inputs of the first layer [T, H]: embeddings and the runs' vectors; None if no run has vectors."""
         if not any(run.vectors for run in runs):
             return None
         rows = self.model.embed(batch.ids()[0])
@@ -331,7 +337,7 @@ def float_type(model: Model) -> type[np.floating[Any]]:
 
 
 def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
-    """Split the logits and the likeliest ids of the wanted rows by run, as in `Scores`. none: an array of no logits."""
+    """Split the logits and the likeliest ids of the wanted rows by run, as in `Scores`. none: logits of no row."""
     some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:

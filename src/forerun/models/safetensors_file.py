@@ -1,10 +1,10 @@
-"""Safetensors files: a header that names tensors, and their bytes.
+"""Reads and writes safetensors files. Such a file has a header that describes tensors, and the bytes of the tensors.
 
 github.com/huggingface/safetensors describes the format: eight bytes with the length of the header, a JSON object with
 the type, shape and offsets of each tensor, then the bytes of all tensors. The safetensors library opens a file anew for
 each access, parses the whole header, and maps the file into memory, where pages that were read stay resident. With tens
-of thousands of tensors, as in models with experts, this takes most of the time of loading. So this file reads a header
-once, and then tensors by their offsets.
+of thousands of tensors, as in models with experts, loading spends most of its time on this. So the module reads a
+header once, and then reads tensors by their offsets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_HEADER_BYTES = 100_000_000  # as in the library; a header of 30,000 tensors
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file's header. dtype: the name of the dtype in safetensors. start: the offset of its first byte."""
+    """A tensor in a file's header. dtype: the dtype's name in safetensors. start: the tensor's offset in the file."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -52,7 +52,10 @@ class Entry:
     num_bytes: int
 
     def rows(self, first: int, end: int) -> HostTensor:
-        """Read the rows from `first` to before `end`. Raises UnsupportedModel where the file has become shorter."""
+        """Read the rows `first` to `end` - 1.
+
+        Raises UnsupportedModel for an unknown dtype, and if the file has become shorter.
+        """
         row_bytes = self.num_bytes // max(1, self.shape[0])
         return self._read(first * row_bytes, (end - first) * row_bytes).reshape(end - first, *self.shape[1:])
 
@@ -84,9 +87,9 @@ def read_header(file: OpenFile) -> dict[str, Entry]:
 
 
 def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    """Return one tensor of a header. first: the offset in the file at which the tensors begin.
+    """Return the Entry of one tensor. first: the offset in the file at which the bytes of all tensors begin.
 
-    Raises ValueError for impossible offsets.
+    dtype, shape, data_offsets: the tensor's values in the header. Raises ValueError for impossible values.
     """
     begin, end = data_offsets
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end - begin)):

@@ -1,4 +1,4 @@
-"""Writing of standard checkpoint folders: config.json, generation_config.json, safetensors, and tokenizer files."""
+"""Writes standard checkpoint folders: config.json, generation_config.json, safetensors files, and tokenizer files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SHARD_BYTES = 4 << 30
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder for the files that the `with` block writes. Where that block raises, remove these files.
+    """Make a folder for the files that the `with` block writes.
 
-    So the same command can be run again. Raises BadOption for a folder that is not empty. An OSError that names no file
-    gets the folder's name.
+    If the block raises, the files are removed, so that the same command can be run again. Raises BadOption for a folder
+    that is not empty. An OSError of the block that names no file gets the folder's name.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
@@ -59,10 +59,10 @@ def save_checkpoint(
 ) -> None:
     """Write a folder that `load_checkpoint`, transformers and other runtimes can read.
 
-    weights: a tensor for every name in `blocks.weights(spec)`; each is converted to `dtype`. end_ids: written into
-    config.json and generation_config.json. tokenizer_folder: the folder from which tokenizer.json and its companion
-    files are copied. shard_bytes: the largest size of a file of weights; larger weights are split into several files
-    with an index. Raises UnsupportedModel for weights that do not fit the spec.
+    weights: a tensor for every name in `blocks.weights(spec)`; each is converted to `dtype`. end_ids, bos_id: token ids
+    for config.json and generation_config.json. tokenizer_folder: the folder from which TOKENIZER_FILES are copied; None
+    = copy no files. shard_bytes: the largest size of a file with weights, in bytes; larger weights are split into
+    several files with an index. Raises UnsupportedModel for weights that do not fit the spec.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def save_checkpoint(
 
 
 def config_to_dict(spec: Spec) -> dict[str, Any]:
-    """Return the config.json of a model. `read_config` turns it into the same spec again.
+    """Return the config.json of a model, from which `read_config` reads the same spec again.
 
     Raises UnsupportedModel for a spec that the family's config.json cannot describe completely.
     """
@@ -94,9 +94,10 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> None:
-    """Write tensors as safetensors. Above `shard_bytes`, they are split into several files with an index.
+    """Write tensors as safetensors files, in place of such files in the folder.
 
-    dtype: the dtype in which tensors are written; None = each tensor keeps its dtype.
+    If the tensors take more than `shard_bytes` bytes, they are split into several files with an index. dtype: the dtype
+    in which tensors are written; None = each tensor keeps its dtype.
     """
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]

@@ -1,9 +1,9 @@
-"""Writing of quantised checkpoints in the pack-quantized format of compressed-tensors.
+"""Writes quantised checkpoints in the pack-quantized format of compressed-tensors.
 
-Such a checkpoint is later loaded without rounding. Each matrix becomes several tensors, see packings.py. Other tensors
-are copied from the source, and so are the tokenizer's files and the like. config.json gets a quantization_config.
+Such a checkpoint is later loaded without rounding. Each matrix becomes several tensors, see packings.py. Other tensors,
+and the small files of the checkpoint such as the tokenizer, are copied. config.json gets a quantization_config.
 transformers 5 can read int8 checkpoints (CompressedTensorsConfig(dequantize=True)). It cannot read int4 checkpoints,
-because these have two schemes: 4 bits for the layers, 8 bits for embedding and LM head.
+because they have two schemes: 4 bits for the layers, 8 bits for embedding and LM head.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from forerun.ops.quantised import QuantisedMatrix
 def quantise_checkpoint(
     name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Quantise a checkpoint (a folder or a hub id) into a new folder.
+    """Quantise the checkpoint `name` (a folder or a hub id), and write the result to the new folder `folder`.
 
-    Returns the size of its weights in bytes, before and after. Raises UserError for a checkpoint that cannot be loaded,
+    Returns the size of the weights in bytes, before and after. Raises UserError for a checkpoint that cannot be loaded
     or is quantised already.
     """
     opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False).as_model()
@@ -82,7 +82,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
-    """Return the tensors in which compressed-tensors stores a weight, by the last part of their names."""
+    """Return the tensors in which compressed-tensors stores the weight `name`. The keys are the names' last parts."""
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}
@@ -90,7 +90,7 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Host
 
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
-    """Return the tensors in which compressed-tensors stores a rounded matrix, by the last part of their names."""
+    """Return the tensors in which compressed-tensors stores a rounded matrix. The keys are the names' last parts."""
     bits = matrix.scheme.bits
     codes = list[Array]()
     scales = list[HostTensor]()
@@ -111,7 +111,7 @@ def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
 
 
 def quantization_config(source: QuantisingSource, names: Names | None = None) -> dict[str, Any]:
-    """Return the quantization_config for the folder that `save_quantised` writes."""
+    """Return the quantization_config for the config.json that `save_quantised` writes."""
     whole = [name.rpartition(".")[0] for name, stored in source.tensors.items() if _is_whole_matrix(stored)]
     return said_of(source.quantization, whole if names is None else [names.published(module) for module in whole])
 

@@ -1,11 +1,11 @@
 """The encoder inputs (sources) of an encoder-decoder's sequences, kept in the decoder's KV cache.
 
-A source is, for example, a text to translate. Each source has a slot of its own in that cache. The rows of the slot are
-the keys and values of the cross-attention blocks, made from the encoder's output. All rows are written once and never
-cut. Every row depends on the whole source, so sequences share rows only if their sources are equal. The salt, a part of
-the key under which the prefix cache finds rows, names the whole source. No text has such a salt, so a text that copies
-its source is never given the source's rows. Rows are padded to whole blocks, because only whole blocks are found again.
-The padding holds nothing, and no run reads it.
+A source is, for example, a text to translate. Each source has a separate slot in the KV cache. The rows of the slot are
+the keys and values of the cross-attention blocks, made from the encoder's output. All rows of a source are written once
+and never truncated. Every row depends on the whole source, so sequences share rows only if their sources are equal. The
+prefix cache finds rows under a key, and a part of this key, the salt, identifies the whole source. No text has such a
+salt, so a text that copies its source never gets the source's rows. Rows are padded to whole blocks, because the prefix
+cache finds only whole blocks. The padding rows hold no data, and no run reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Known:
 
 
 class Sources:
-    """The source of each sequence. model: an encoder-decoder. cache: the decoder's cache, which holds the sources."""
+    """Keeps the source of each sequence. model: an encoder-decoder. cache: the decoder's cache, which holds sources."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model: Any = model
@@ -38,7 +38,10 @@ class Sources:
         self._known: dict[int, _Known] = {}
 
     def open(self, slot: int, ids: Seq[int], salt: str | None) -> None:
-        """Set a sequence's source. If an equal source was run before and is still cached, its rows are used again."""
+        """Set the source of the sequence in `slot`. If an equal source is still cached, its rows are used again.
+
+        ids: the token ids of the source. salt: the salt of the request; None = no salt.
+        """
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
         source = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
@@ -54,7 +57,7 @@ class Sources:
             self._cache.release(source_slot(slot))
 
     def slots(self, slots: Iterable[int]) -> list[int]:
-        """Return these slots, each followed by the slot of its sequence's source, if it has one."""
+        """Return `slots`; after the slot of each sequence that has a source, insert the slot of this source."""
         return [each for slot in slots for each in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -62,12 +65,12 @@ class Sources:
         return -(-num_tokens // self._cache.block_tokens)
 
     def missing_blocks(self, slot: int) -> int:
-        """Return the number of cache blocks that a source still needs: all before the encoder has run it, 0 after."""
+        """Return the number of cache blocks that a sequence's source still needs: 0 once the encoder has run it."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else self.num_blocks(len(source.ids))
 
     def num_unrun(self, slot: int) -> int:
-        """Return the number of tokens of a sequence's source that the encoder has not run: all of them or none."""
+        """Return the number of tokens in a sequence's source; 0 once the encoder has run it."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else len(source.ids)
 
@@ -94,7 +97,10 @@ class Sources:
                 source.is_run = True
 
     def of(self, slots: Iterable[int]) -> list[Source]:
-        """Return where each sequence's source lies in the cache. Raises InternalError for a source that was not run."""
+        """Return the cache slot and the length of each sequence's source.
+
+        Raises InternalError for a source that the encoder has not run.
+        """
         sources = []
         for slot in slots:
             source = self._known.get(slot)

@@ -1,9 +1,9 @@
-"""A model whose exact probabilities are known. It has the same interface as real models.
+"""A toy model whose exact probabilities are known. It has the same interface as real models.
 
-The model keeps the id and the position of each token in the KV cache. A row's history is read back from the cache rows
-that the row attends to. So the output changes if a block table, a position or an ancestor in a tree is wrong, or rows
-were not truncated. The distribution is a random table over contexts, whose entries are made from a seed when they are
-needed. For tests, `logits_after` returns logits from the table, without the cache.
+The toy keeps the id and the position of each token in the KV cache. A row's history is read back from the cache rows
+that the row attends to. So the output changes if a block table, a position or an ancestor in a tree is wrong, or if
+rows were not truncated. The logits come from a random table with one entry for each context. An entry is made from a
+seed when it is first needed. For tests, `logits_after` returns logits from the table, without the cache.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class ToyConfig:
 class ToyTable:
     """The parameters of the random table.
 
-    order: how many of the last tokens the logits depend on; None = the whole history. scale: the standard deviation of
-    the logits; 0 is uniform and 8 is peaked. zero_share: the share of ids whose logit is -inf in a context; at least
-    one id has a finite logit. tie_step: logits are rounded to multiples of this number; 0 = no rounding. distance: for
-    a toy that resembles another toy (`near`), as a draft model resembles its target, the standard deviation of the
-    noise that is added to the other toy's logits.
+    order: the number of last tokens on which the logits depend; None = the whole history. scale: the standard deviation
+    of the logits; with 0 the distribution is uniform, and with 8 it is peaked. zero_share: the share of ids whose logit
+    is -inf in a context; at least one id has a finite logit. tie_step: logits are rounded to multiples of this number;
+    0 = no rounding. distance: for a toy that resembles another toy (`near`), as a draft model resembles its target, the
+    standard deviation of the noise that is added to the other toy's logits.
     """
 
     order: int | None = None
@@ -106,12 +106,12 @@ class ToyOps(Operators):
 
 
 class ToyModel:
-    """A random table over contexts, as a model with one layer. Hidden states are the logits themselves (H = V).
+    """A model with one layer, whose logits come from a random table. The hidden states are the logits (H = V).
 
-    A token's embedding is 1 at the token's id and 0 elsewhere, so the index of an input's largest element is its id.
-    The final norm does nothing. source: the token ids of an encoder's input. Where they are given, the toy is an
-    encoder-decoder, whose logits depend on all of them. `logits_after` uses `source` itself; a pass reads it back from
-    the cache.
+    A token's embedding is 1 at the token's id and 0 elsewhere, so the index of an input's largest element is the id.
+    The final norm does nothing. near: the toy that this toy resembles (`ToyTable.distance`). source: the token ids of
+    an encoder's input. If `source` is not empty, the toy is an encoder-decoder, and its logits depend on all of these
+    ids. `logits_after` uses `source` directly; a pass reads the ids back from the cache.
     """
 
     weight_bits: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class ToyModel:
         return Passed(all_logits, {k: (inputs, all_logits)[k] for k in taps})
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Write token ids and positions of encoder inputs into the cache. sources: the token ids of each, by slot."""
+        """Write the token ids and positions of encoder inputs into the cache. sources: maps slots to token ids."""
         for slot, ids in sources.items():
             written = (np.array(numbers)[:, None, None] for numbers in (list(ids), list(range(len(ids)))))
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
@@ -188,7 +188,7 @@ class ToyModel:
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
         """Return the encoder's input for run `b` of a batch, read back from the cache.
 
-        Where the position of a token is not its index, the difference is appended to the source, so that the output
+        If a token's position differs from its index, the difference is appended to the returned ids, so that the output
         changes.
         """
         if not self.source:
@@ -248,7 +248,7 @@ class ToyModel:
     def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Row:
         """Return the logits after a history that was read back from the cache.
 
-        Where the position of a token is not its index, the logits are rolled, so that the output changes.
+        If a token's position differs from its index, the logits are shifted cyclically, so that the output changes.
         """
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
@@ -257,7 +257,7 @@ class ToyModel:
     def _make(self, context: tuple[int, ...]) -> Row:
         """Draw the logits of a context.
 
-        Where there is a source, the context is the tokens of the source, SOURCE_ENDS, and the tokens of the history.
+        If the toy has a source, the context is the ids of the source, SOURCE_ENDS, and the ids of the history.
         """
         shape, size = self.shape, self.config.vocab_size
         generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])

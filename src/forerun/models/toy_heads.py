@@ -1,6 +1,6 @@
 """Draft heads for toy models, computed by the reference operators in torch.
 
-They compute in the toy's dtype, so that tests that enumerate all outputs stay exact.
+The heads compute in the toy's dtype, so that tests that enumerate all outputs stay exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> ToyHead:
-    """Make a draft head whose hidden states have the toy's dtype. ops.load_model explains the parameters."""
+    """Return a draft head whose hidden states have the toy's dtype. ops.load_model explains the parameters."""
     return ToyHead(spec, weights, lent, operators.rows_dtype("float32"))
 
 
@@ -99,15 +99,15 @@ class ToyHead:
         return Passed(passed.hidden.numpy(), {k: rows.numpy() for k, rows in passed.taps.items()})
 
     def features(self, layer_rows: Seq[Row]) -> Row:
-        """Return the features for the head as numpy arrays, like `TorchModel.features`."""
+        """Return the head's features as a numpy array, like `TorchModel.features`."""
         return self.in_torch.features(list(map(torch.from_numpy, layer_rows))).numpy()
 
     def fed(self, hidden: Row) -> Row:
-        """Return the rows for the head's next step as numpy arrays, like `TorchModel.fed`."""
+        """Return the rows for the head's next step as a numpy array, like `TorchModel.fed`."""
         return self.in_torch.fed(torch.from_numpy(hidden)).numpy()
 
     def remember(self, batch: RaggedBatch, cache: Any, layer_rows: Seq[Row]) -> None:
-        """Write the features' keys and values into the cache as numpy arrays, like `TorchModel.remember`."""
+        """Write the features' keys and values into the cache, like `TorchModel.remember`. layer_rows: numpy arrays."""
         self.in_torch.remember(batch, cache, list(map(torch.from_numpy, layer_rows)))
 
     def embed(self, ids: Seq[int]) -> Row:

@@ -1,4 +1,4 @@
-"""The weights of a source, on the host. Each is read from the file when it is asked for, checked, and not cached."""
+"""The weights of a source, on the host. Each access reads a weight from its file and checks it, without a cache."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
     """A mapping from names to tensors of type `dtype`. Each access reads the tensor from the file again.
 
-    packs_scheme: returns whether tensors of a scheme are to be returned as stored. Such a tensor is read when it is
-    packed. Other quantised tensors are dequantised. Raises UnsupportedModel for weights that are not finite,
-    CapacityError where memory is too small.
+    packs_scheme(scheme): returns whether matrices of this scheme are returned as stored (QuantisedMatrix). Such a
+    matrix is read later, when it is packed. Other quantised matrices are dequantised. Raises UnsupportedModel for
+    weights that are not finite, CapacityError where memory is too small.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
         return len(self.source.tensors)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor in order, in type `dtype`. Drop each block before you take the next one."""
+        """Yield the rows of a tensor in order, in blocks of type `dtype`. Drop each block before you take the next."""
         for block in self.source.blocks(name):
             rows = block.to(self.dtype)
             if not rows.is_finite():
@@ -60,7 +60,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
             yield rows
 
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
-        """Return the same matrix, checked while it is read. Reading raises UnsupportedModel if a weight is not finite.
+        """Return the same matrix, but reading its rows raises UnsupportedModel if a weight is not finite.
 
         Scales and minimums are checked, and 8-bit floats are checked for NaN. A finite float32 scale can overflow when
         it is multiplied by a code. So each scale is first multiplied by the largest code, and the product is checked.

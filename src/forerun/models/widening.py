@@ -1,40 +1,40 @@
-"""Widening of a trained llama to a larger llama that computes the same function.
+"""Widens a trained Llama model to a larger Llama model that computes the same function.
 
-A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the result
-has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number comes from
-such a model, call the model *a widened small model*.
+A speed measurement needs a large model, and a real acceptance rate needs a trained model. Widening gives both: the
+result has the shape, the bytes and the time of the large model, and the output of the small trained model. When you
+report a number from such a model, call the model *a widened small model*.
 
 Why the output stays the same where the hidden size grows from d to D:
 
 * The new dimensions of the residual stream are exact zeros in all layers, because the new columns of the embedding and
   the new output rows of o_proj and down_proj are zero. Matrices that read the stream have noise in their new columns,
   which meets these zeros.
-* An RMS norm now divides by D instead of d. Its weights times sqrt(d/D), and its eps times d/D, undo this.
+* An RMS norm now divides by D instead of d. To undo this, its weights are multiplied by sqrt(d/D), and its eps by d/D.
 * A head of s dimensions becomes a head of S = f s dimensions. In the trained head, rotary pair i turns by
-  theta^(-2i/s). Pair f i of the wider head turns by the same angle, so the dimensions of pair i move there. This holds
-  under each rope scaling that `_check_heads` allows. Scores are divided by sqrt(S) instead of sqrt(s); query weights
-  times sqrt(f) undo this. The new dimensions of a head are zero in queries and noise in keys, so their product is zero.
-  In values they are noise, which meets zero columns of o_proj.
-* Query heads that share a key-value head still share it. Where fewer query heads share a key-value head in the wide
-  model, they are spread over several groups, and each group has a copy of their key-value head. New heads and new
-  feed-forward units are noise, and their outputs meet zero columns of o_proj and down_proj.
+  theta^(-2i/s). Pair f i of the wider head turns by the same angle, so the dimensions of pair i become pair f i. This
+  holds under each rope scaling that `_check_heads` allows. Scores are divided by sqrt(S) instead of sqrt(s); to undo
+  this, query weights are multiplied by sqrt(f). The new dimensions of a head are zero in queries and noise in keys, so
+  their product is zero. In values, the new dimensions are noise, which meets zero columns of o_proj.
+* Query heads that share a key-value head still share it. If groups of query heads are smaller in the wide model, the
+  heads of one trained group are spread over several groups, and each of these groups has a copy of the key-value head.
+  New heads and new feed-forward units are noise, and their outputs meet zero columns of o_proj and down_proj.
 * New layers are noise with o_proj = down_proj = 0, so they add exact zeros to the residual stream.
 * New ids get probability 0, in tied models too, through the last of the new residual dimensions. This dimension is not
-  zero: it holds a small constant c at every token. That adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D
-  takes c^2 away again. Only the final norm reads this dimension, with a weight that turns c into h, a number about as
-  large as the other dimensions. In the LM head, the rows of new ids hold -n in this dimension, and zeros in the d
-  trained dimensions. So the logits of new ids are -n h. That is at least 2^15 below 0 at every token of a run of random
-  ids, so that float32 softmax gives exact zeros even at temperature 100. The rows of old ids hold 0 in this dimension,
-  or c where the LM head is the embedding. With c, all logits of old ids rise by the same number c h, some 1e-3, which
-  does not change their softmax. Feed no new id to a tied model: the output has no meaning.
+  zero: it holds a small constant c at every token. The constant adds c^2 to every sum of squares, and eps' = (eps d -
+  c^2) / D subtracts c^2 again. Only the final norm reads this dimension, with a weight that turns c into h, a number
+  about as large as the other dimensions. In the LM head, the rows of new ids hold -n in this dimension, and zeros in
+  the d trained dimensions. So the logits of new ids are -n h. At every token of a run of random ids, -n h is at most
+  -2^15, so float32 softmax gives exact zeros even at temperature 100. The rows of old ids hold 0 in this dimension, or
+  c if the LM head is the embedding. With c, all logits of old ids rise by the same number c h, some 1e-3, which does
+  not change their softmax. Feed no new id to a tied model: the output has no meaning.
 
 In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact where
 they are powers of two (D = 4 d, S = 4 s). With other factors, each norm weight and query weight is rounded once more,
 by up to 0.2 %. The result is then a slightly disturbed model, as after any rounding to bfloat16.
 
-Noise is no larger than the trained weights. Noise is used in place of zeros because the widened model must take the
-time of a dense checkpoint with the same shape, which memory full of zeros need not take. Weights that have to be zero
-are written page by page.
+Noise is no larger than the trained weights. Noise is used in place of zeros because the widened model must take as long
+as a dense checkpoint with the same shape, and memory full of zeros might be read faster. Weights that have to be zero
+are written explicitly, so that all of their memory pages exist.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def widen(
 ) -> tuple[Spec, dict[str, HostTensor]]:
     """Return the spec and the weights of a larger model that computes the same function. The weights keep their dtype.
 
-    Widening takes memory for the result and some MB. With new token ids, it also takes memory for a copy of the trained
-    weights for a while. Raises BadOption for a shape that the model does not fit into. Raises UnsupportedModel for
-    models unlike Llama, and for models with QK norm, because QK norm shares the eps that must change.
+    Widening takes memory for the result and some MB. With new token ids, it temporarily takes memory for a copy of the
+    trained weights, too. seed: for the noise in new weights. Raises BadOption for a shape that the model does not fit
+    into. Raises UnsupportedModel for models unlike Llama, and for models with QK norm, because QK norm shares the eps
+    that must change.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
@@ -160,7 +161,7 @@ def _group(config: Plain) -> int:
 def _copies(config: Plain, wide: Plain) -> int:
     """Return the number of copies that each trained key-value head gets in the wide model.
 
-    There, the query heads that share this head are spread over that many groups, and each group has its own copy.
+    This is the number of groups in the wide model over which the query heads of one trained group are spread.
     """
     return math.ceil(_group(config) / _group(wide))
 
@@ -180,7 +181,7 @@ def _wide_eps(config: Plain, wide: Plain) -> float:
 
 
 def _noise(trained: HostTensor, seed: int) -> HostTensor:
-    """Return uniform random numbers with half the standard deviation of the trained feed-forward weights."""
+    """Return NOISE_NUMBERS uniform random numbers, with half the standard deviation of the weights `trained`."""
     limit = float(trained.float32().std()) * math.sqrt(3) / 2
     numbers = (np.random.default_rng(seed).random(NOISE_NUMBERS, np.float32) * 2 - 1) * np.float32(limit)
     return HostTensor.of(numbers).to(trained.dtype)
@@ -197,10 +198,11 @@ def _times(weight: HostTensor, factor: float) -> HostTensor:
 
 
 def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
-    """Fill a tensor with copies of one block of noise. To draw a billion numbers would take longer than all other work.
+    """Fill a tensor with copies of one block of noise, because drawing a billion numbers would take too long.
 
-    The block begins at another offset in each tensor, so that no two tensors are equal. An engine might store equal
-    tensors once, and then they would take less time and memory than the large model that they stand for.
+    offset: the index in the block of the tensor's first number. It differs between tensors, so that no two tensors are
+    equal. An engine might store equal tensors only once, and would then take less time and memory than for a real large
+    model.
     """
     flat = out.values.reshape(-1)
     start = min(len(block) - offset, len(flat))
@@ -212,9 +214,9 @@ def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
 
 
 def _must_be_zero(name: str) -> bool:
-    """Whether new weights of a tensor must be zero, because the tensor is a bias or writes into the residual stream.
+    """Whether the new weights of a tensor are zero: in a bias, and in a matrix whose output is in the residual stream.
 
-    A bias of noise would be useless.
+    Noise in a bias would serve no purpose.
     """
     return name.endswith((EMBEDDING, "o_proj.weight", "down_proj.weight", ".bias"))
 
@@ -224,12 +226,12 @@ def _must_be_zero(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPlaces:
-    """Where the rows of trained heads lie in the wide matrices. A lane is one dimension of a head.
+    """Locates the rows of trained heads in the wide matrices. A lane is one dimension of a head.
 
-    q_rows: for each row of the trained q_proj, its row in the wide q_proj, and also its column in the wide o_proj.
-    q_new_rows: the other rows of the same heads in the wide q_proj. q_scale: the factor for query weights. kv_rows: the
-    rows of the wide k_proj and v_proj that get trained rows. kv_sources: for each of kv_rows, the number of its trained
-    row.
+    q_rows: for each row of the trained q_proj, the index of its row in the wide q_proj, which is also the index of its
+    column in the wide o_proj. q_new_rows: the other rows of the same heads in the wide q_proj. q_scale: the factor for
+    query weights. kv_rows: the indices of the rows of the wide k_proj and v_proj that get trained rows. kv_sources: for
+    each index in kv_rows, the index of the trained row.
     """
 
     q_rows: Ids
@@ -271,12 +273,15 @@ def _query_scale(config: Plain, wide: Plain) -> float:
 
 
 def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
-    """Return the row numbers of some dimensions (`lanes`) of each of these heads. size: the dimensions of a head."""
+    """Return the row indices of the dimensions `lanes` of each head in `heads`. size: the dimensions of a head."""
     return (np.array(heads, np.int64)[:, None] * size + np.array(lanes, np.int64)).ravel()
 
 
 def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) -> None:
-    """Write trained weights into a wide tensor: heads where `heads` says, others in the first rows and columns."""
+    """Write trained weights into the wide tensor `out`.
+
+    Rows and columns of heads go to the places in `heads`. All other weights go to the first rows and columns.
+    """
     whole = out.values
     corner = whole[:, : trained.shape[1]] if trained.ndim == 2 else whole
     if ".q_proj." in name:
@@ -295,10 +300,10 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """The values of the last residual dimension in three tensors. The text at the top of the file explains c and n.
+    """Holds the values of the last residual dimension. The docstring of the module explains c and n.
 
-    carried: c, the value of the residual stream in this dimension. norm_weight: the weight of the final norm. new_id:
-    -n, the value in the LM head's rows of new ids.
+    carried: c, the value of the residual stream in this dimension. norm_weight: the final norm's weight for this
+    dimension. new_id: -n, the value in the rows of new ids in the LM head.
     """
 
     carried: float

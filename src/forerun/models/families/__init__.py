@@ -1,4 +1,4 @@
-"""The model families. Each is a file of this folder, named like the checkpoint's `model_type` and found by scanning."""
+"""The model families. Each family is a file of this folder, named like a `model_type`, and found by scanning."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Family(Protocol):
     """The functions that each file of this folder defines: `read` and `write`.
 
     Some files define more. `NAMES`: the family's published tensor names, where they differ from our names (naming.py).
-    `names(spec)`: these names, where they depend on the model. `GGUF`: how the family's GGUF files are read. `CODE`:
-    the model class in the code of published checkpoints, if this class computes what forerun computes. `RUN_BY`: the
-    drafting method that runs the family's checkpoints, where they cannot run as models by themselves. A file for
-    multimodal checkpoints returns the spec of the text model, which belongs to the text model's family.
+    `names(spec)`: these names, if they depend on the model. `GGUF`: how the family's GGUF files are read. `CODE`: the
+    model class in the code of published checkpoints, if this class computes what forerun computes. `RUN_BY`: the
+    drafting method that runs the family's checkpoints, if they cannot run as models by themselves. In a file for
+    multimodal checkpoints, `read` returns the spec of the text model, with the model_type of the text model's family.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -29,14 +29,14 @@ class Family(Protocol):
 
 @cache
 def model_types() -> tuple[str, ...]:
-    """Return every known `model_type`: the files of this folder, found without importing them."""
+    """Return every known `model_type`: the names of the files in this folder. No file is imported."""
     return tuple(sorted(f.stem for f in Path(__file__).parent.glob("*.py") if not f.name.startswith("_")))
 
 
 def family(model_type: object) -> Family:
-    """Import the file named like the checkpoint's `model_type`.
+    """Import the file that is named like `model_type`, and return the module.
 
-    Raises UnsupportedModel, listing the known types, for an unknown `model_type`.
+    Raises UnsupportedModel for an unknown `model_type`. The message lists the known types.
     """
     if model_type is None:
         raise UnsupportedModel(
@@ -50,7 +50,7 @@ def family(model_type: object) -> Family:
 
 
 def names_of(spec: Spec) -> Names | None:
-    """Return the published tensor names of a model; None where they are our names (naming.py)."""
+    """Return the map of published tensor names for a model; None if the published names are our names (naming.py)."""
     if spec.model_type not in model_types():
         return None
     module = family(spec.model_type)
@@ -58,7 +58,7 @@ def names_of(spec: Spec) -> Names | None:
 
 
 def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
-    """Return the published tensor names of a checkpoint; None where they are our names (naming.py).
+    """Return the map of published tensor names for a checkpoint; None if they are our names (naming.py).
 
     raw: the checkpoint's config.json. spec: the spec that was read from `raw`.
     """
@@ -69,9 +69,9 @@ def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
 
 
 def computes(raw: Mapping[str, Any]) -> str | None:
-    """Return the name of the model class in a checkpoint's own code, where it computes what forerun computes.
+    """Return the name of the model class in the code of published checkpoints that computes the same as forerun.
 
-    None where the family has no such class. raw: the checkpoint's config.json.
+    Returns None where the family has no such class. raw: the checkpoint's config.json.
     """
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "CODE", None)) if kind in model_types() else None
@@ -88,7 +88,7 @@ def run_by(raw: Mapping[str, Any]) -> str | None:
 
 @cache
 def gguf_families() -> Mapping[str, tuple[str, Gguf]]:
-    """Map general.architecture to the model_type of the architecture's family, and to the family's `Gguf`."""
+    """Map each known value of general.architecture to its family: the model_type, and the family's `Gguf`."""
     families = {}
     for name in model_types():
         gguf = getattr(family(name), "GGUF", None)

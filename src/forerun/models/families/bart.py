@@ -23,7 +23,10 @@ FEED_FORWARD = {"fc1": "mlp.up_proj", "fc2": "mlp.down_proj", "final_layer_norm"
 
 
 def names_of_layers(outer: Mapping[str, str]) -> Names:
-    """Return the published names of BART's layers. One layer of the decoder becomes two of our blocks."""
+    """Return the map of published tensor names for BART's layers. One layer of the decoder becomes two of our blocks.
+
+    outer: the map for modules outside of layers.
+    """
     return Names(
         {"shared": "model.embed_tokens", **outer},
         "decoder.layers.{}.",
@@ -71,7 +74,8 @@ def read(raw: Raw) -> Spec:
 def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapping[str, str] | None = None) -> Spec:
     """Return the spec of a model with BART's layers. Raises as `read`.
 
-    embed_norm: the norm after the embedding. again: further keys that only repeat other keys, see `configs.understood`.
+    embed_norm: the norm after the embedding; None = no norm. again: further keys that only repeat other keys, see
+    `configs.understood`.
     """
     norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
     for key, wanted in norms.items():

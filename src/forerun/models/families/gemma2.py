@@ -1,7 +1,8 @@
 """Gemma 2 (google/gemma-2-2b, -9b, -27b): capped scores and logits, and a window in every other layer.
 
-The first layer has a window, the second has none, and so on. Attention and feed-forward have norms before and after
-them. Norms add 1 to their stored weights. Embeddings are scaled by the square root of their width.
+The first layer has a window, the second layer has no window, and so on. There are norms before and after attention, and
+before and after feed-forward. Norms add 1 to their stored weights. Embeddings are scaled by the square root of their
+width.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 def scale_and_window(deepest: int, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the entries of config.json for the window and for the scale of scores, from a GGUF file.
 
-    The file leaves out the scale, which follows from the head size. An exception is the model with `deepest` layers,
-    where the scale follows from the hidden size divided by the number of heads.
+    The file leaves out the scale, which follows from the head size. For the model with `deepest` layers, the scale
+    follows from the hidden size divided by the number of heads instead.
     """
     of_rows = metadata.get("embedding_length", 0) // max(1, metadata.get("attention.head_count", 1))
     scalar = of_rows if metadata.get("block_count") == deepest else metadata.get("attention.key_length", 256)

@@ -1,7 +1,8 @@
 """Text models of Gemma 3 (google/gemma-3-270m, -1b): GELU, and windows in five of six layers.
 
-Layers with a window have other rotary positions than layers without. Attention and feed-forward have norms before and
-after them. Norms add 1 to their stored weights. Embeddings are scaled by the square root of their width.
+Layers with a window have other rotary positions than layers without a window. There are norms before and after
+attention, and before and after feed-forward. Norms add 1 to their stored weights. Embeddings are scaled by the square
+root of their width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Gemma 4's assistants (google/gemma-4-E2B-it-assistant and others): drafters that have no keys and values themselves.
+"""Gemma 4's assistants (google/gemma-4-E2B-it-assistant and others): draft models without keys and values.
 
-Their blocks are built like Gemma 4's. Each block reads the keys and values of the target's last layer of the same kind.
-The input of the first block is made from the embedding and the hidden state of the target's last token. The output of
-the last block is projected to the target's hidden size. An assistant cannot run as a model by itself: the drafter
-`assistant` runs it.
+The blocks of an assistant are built like Gemma 4's blocks, but each block reads the keys and values of the target's
+last layer of the same kind. The input of the first block is made from the embedding and the hidden state of the
+target's last token. The output of the last block is projected to the target's hidden size. An assistant cannot run as a
+model by itself; the drafter `assistant` runs it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = Names(
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further entries of config.json: Gemma 4's entries, and the target's hidden size.
 
-    According to them, no layer has keys and values of its own.
+    The entries say that all layers read the keys and values of other layers.
     """
     width, num, heads = (metadata.get(k) for k in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
@@ -70,7 +70,10 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec whose blocks read the KV cache of the target. Raises UnsupportedModel."""
+    """Read config.json into a spec whose blocks read the KV cache of the target.
+
+    Raises UnsupportedModel for entries that forerun cannot compute.
+    """
     if "text_config" in raw:
         configs.refuse_unknown(raw, KEYS)
         text = configs.text_part(raw, {"model_type": TEXTS[0], "tie_word_embeddings": True})
@@ -92,7 +95,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _reader(block: Block, index: int) -> Block:
-    """Return a block of Gemma 4, changed so that it reads the KV cache of the target."""
+    """Return a block of Gemma 4, changed so that it reads the KV cache of the target. index: the index of the block."""
     assert block.attention is not None
     reads = replace(block.attention, shares_kv_of=index, k_norm=None, v_norm=None, k_is_v=False)
     return replace(block, attention=reads)

@@ -3,8 +3,8 @@
 Layers with a window have small heads. Layers without a window have large heads, and only a part of a large head is
 rotated. Scores are not scaled. Layers with large heads may use their keys, before norm and rotation, as values. The
 last layers may read the keys and values of an earlier layer. E2B and E4B have per-layer embeddings. 26B-A4B has experts
-beside each feed-forward part. This file computes what transformers and llama.cpp both compute. Unlike in Gemma 3, norms
-do not add 1 to their weights.
+beside each feed-forward part. The computation is the same as in transformers and llama.cpp. Unlike in Gemma 3, norms do
+not add 1 to their weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BARE: Mapping[str, str | Fused] = {
 
 
 def names_at(start: str) -> Names:
-    """Return the names of the text model's tensors, which begin with `start`."""
+    """Return the map of tensor names for a text model whose published names begin with `start`."""
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm", *OUTER_INPUTS)}
     inner = {name: name for name in SAME} | {"router.proj": "mlp.gate", **BARE}
     return Names(outer, f"{start}layers.{{}}.", inner, bare=frozenset(BARE))
@@ -80,10 +80,10 @@ def _turned_part(metadata: Metadata) -> float:
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further entries of config.json.
+    """Return the entries of config.json for layers, heads, feed-forward sizes, experts and rotary positions.
 
-    llama.cpp stores numbers of key-value heads, and windows, as lists with one entry for each layer. Under the usual
-    keys it stores the sizes of large heads.
+    llama.cpp stores the numbers of key-value heads, and which layers have a window, as lists with one entry for each
+    layer. The usual keys have the sizes of large heads, and keys that end with _swa have the sizes of small heads.
     """
     num, shared = metadata.get("block_count"), metadata.get("attention.shared_kv_layers", 0)
     local = metadata.get("attention.sliding_window_pattern")
@@ -224,7 +224,7 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
 
 
 def _heads(c: Filled, i: int, kind: str) -> tuple[int, int, int]:
-    """Return the number of query heads, the number of key-value heads, and the head size of a layer."""
+    """Return the number of query heads, the number of key-value heads, and the head size of layer `i`."""
     given = c.get("per_layer_config")
     fits = given is None or (isinstance(given, Mapping) and all(str(key).isdecimal() for key in given))
     configs.require(fits, c, "per_layer_config", "a mapping of numbers of layers")

@@ -1,4 +1,4 @@
-"""Text model of Gemma 4 12B: like the text models of other Gemma 4, without experts and per-layer embeddings."""
+"""Text model of Gemma 4 12B: like Gemma 4's other text models, but without experts and per-layer embeddings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): neighbouring dimensions rotate as pairs, in one half of each head.
+"""GLM-4 of 2025 (GLM-4-9B-0414 and similar models): neighbouring dimensions rotate as pairs, in one half of each head.
 
-Attention and feed-forward have norms before and after them. The files join gate and up. The older glm-4-9b-chat-hf
-belongs to another family, glm, which has no norms after attention and feed-forward.
+There are norms before and after attention, and before and after feed-forward. The files join the gate and up matrices.
+The older glm-4-9b-chat-hf belongs to another family, glm, which has no norms after attention and feed-forward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GPT-2: layer norms, learned positions, biases everywhere, and GELU without a gate.
 
-Its files join q, k and v, and store the matrices of layers transposed.
+The files join the matrices of q, k and v, and store the matrices of layers transposed.
 """
 
 from __future__ import annotations

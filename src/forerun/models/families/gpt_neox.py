@@ -1,6 +1,7 @@
 """GPT-NeoX and Pythia: attention and feed-forward read the same input, and a quarter of each head is rotated.
 
-The family has layer norms, biases everywhere, and GELU without a gate. The files join q, k and v head by head.
+The family has layer norms, biases everywhere, and GELU without a gate. In the files, one matrix joins q, k and v head
+by head.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def read(raw: Raw) -> Spec:
 def _rope(c: Filled, head_dim: int) -> Rope:
     """Return the rotary positions, from rotary_emb_base and rotary_pct.
 
-    The keys rope_theta and partial_rotary_factor may repeat these two keys; the values must agree.
+    rope_theta may repeat rotary_emb_base, and partial_rotary_factor may repeat rotary_pct. Raises UnsupportedModel
+    where the values disagree.
     """
     rope = configs.rope_of(c, head_dim, NAMED_HERE)
     said = c.get("rope_scaling") or c.get("rope_parameters") or {}

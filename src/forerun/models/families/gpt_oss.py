@@ -1,8 +1,8 @@
 """gpt-oss (gpt-oss-20b, -120b): experts with biases, a sink in each head's scores, and windows in every other layer.
 
-Each token takes the experts with the largest scores, weighted by the softmax of these scores. The gate and up of an
-expert are clamped. In the files, rows of gate and rows of up alternate. As in transformers, YaRN's frequencies are not
-rounded to whole dimensions; llama.cpp rounds them.
+Each token runs through the experts with the largest scores, whose outputs are weighted by the softmax of these scores.
+An expert clamps the outputs of its gate and up matrices. In the files, rows of gate and rows of up alternate. As in
+transformers, the range of dimensions in which YaRN blends frequencies is not rounded; llama.cpp rounds it.
 """
 
 from __future__ import annotations

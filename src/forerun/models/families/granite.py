@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama with a factor for embeddings, for scores, for the output of each part, and for logits.
+"""Granite 3 (dense): Llama with four factors, for embeddings, scores, logits, and the outputs of a layer's parts.
 
 The parts of a layer are attention and feed-forward.
 """

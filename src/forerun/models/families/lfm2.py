@@ -1,7 +1,7 @@
 """LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others are attention.
 
-In older files, config.json has the feed-forward width before it is cut to two thirds, and a list names the layers with
-attention by number. The norm after the last layer is called `embedding_norm`.
+In older files, the feed-forward width of the model is about two thirds of the width in config.json, and a list has the
+indices of the layers with attention. The norm after the last layer is called `embedding_norm`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ GGUF_KEYS = {
 
 
 def conv_keys(kind: str, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the entries of config.json for key-value heads, and for kinds of layers, as a GGUF file's tensors show."""
+    """Return the entries of config.json for the kinds of layers and for key-value heads, from a GGUF file.
+
+    kind: the architecture's name, for error messages.
+    """
     num = metadata.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -106,7 +109,10 @@ def _feed_forward_size(c: Filled) -> int:
 
 
 def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
-    """Return config.json with usual values, after a check of the keys in FIXED."""
+    """Return config.json (`raw`) with the default values in `usual` for missing keys.
+
+    Raises UnsupportedModel for keys other than SHARED_KEYS and `own_keys`, and for impossible values of FIXED keys.
+    """
     c = configs.understood(raw, (SHARED_KEYS - {"rms_norm_eps"}) | set(own_keys), usual, AGAIN, nullable={TIMES})
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
     for key in FIXED:
@@ -115,7 +121,7 @@ def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
 
 
 def layer_kinds(c: Filled) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or from the list of the layers with attention, by index.
+    """Return the kind of each layer, from `layer_types` or from the list of indices of the layers with attention.
 
     Where both are missing, all layers have full attention.
     """

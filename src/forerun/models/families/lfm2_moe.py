@@ -1,4 +1,4 @@
-"""LFM2 with experts (LFM2-8B-A1B): after the first layers, each row takes a few of many small feed-forward parts.
+"""LFM2 with experts (LFM2-8B-A1B): in all but the first layers, each row runs through a few of many small experts.
 
 The scores of experts are sigmoids. For the choice of experts, a stored bias is added to each score. The chosen experts
 are weighted by their scores without the bias.
@@ -46,10 +46,10 @@ SIGMOID = 2  # expert_gating_func
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further entries of config.json.
+    """Return the entries of config.json for layers, key-value heads and the choice of experts.
 
-    norm_topk_prob is always true, because llama.cpp always makes the shares of the chosen experts sum to 1, even where
-    a file does not say so.
+    norm_topk_prob is always true, because llama.cpp always scales the weights of the chosen experts so that they sum to
+    1, whether or not a file says so.
     """
     if metadata.get("expert_gating_func") != SIGMOID:
         raise UnsupportedModel(

@@ -13,7 +13,8 @@ from forerun.models.naming import Gguf, Metadata, biases_of
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further entries of config.json: biases, the activation, and the window.
 
-    GGUF files of Mistral models name the architecture llama, too. A file with a sliding window is taken as Mistral's.
+    GGUF files of Mistral models also name the architecture llama. A file with a sliding window gets the model_type
+    mistral.
     """
     window = metadata.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}

@@ -1,4 +1,4 @@
-"""Ministral 3, Devstral 2 and their kin: Llama with YaRN, and a factor for queries that grows with the position."""
+"""Ministral 3, Devstral 2 and similar: Llama with YaRN, and a factor for queries that grows with the position."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim":
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further entries of config.json.
+    """Return the entries of config.json for the window and the rotary positions.
 
-    GGUF files of Mistral Small 3 name the same architecture, but have no YaRN. They get plain rotary positions, and no
-    factor for queries.
+    GGUF files of Mistral Small 3 name the same architecture, but have no YaRN. For such a file, the entries set plain
+    rotary positions, and no factor for queries.
     """
     window = metadata.get("attention.sliding_window")
     plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in metadata else {}

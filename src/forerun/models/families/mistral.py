@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama with a sliding window in every layer. The window is a mask over the whole cache."""
+"""Mistral 7B and similar models: Llama with the same sliding window in every layer, or without a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1, Ministral 3 and their kin as published, with vision: only their text model is read."""
+"""Mistral Small 3.1, Ministral 3 and similar models as published, with vision. Only the text model is read."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
+    """Return the config.json of the text model alone."""
     return family(spec.model_type).write(spec)

@@ -1,6 +1,6 @@
-"""Mixtral: Mistral with experts. Each token takes the two experts with the largest scores.
+"""Mixtral: Mistral with experts. Each token runs through the experts with the largest scores, usually two.
 
-The outputs of the two experts are weighted by the softmax of their scores.
+The outputs of these experts are weighted by the softmax of the experts' scores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OLMo 2: Llama with norms after attention and feed-forward instead of before.
 
-The norm of queries spans all heads at once, and so does the norm of keys.
+The norm of queries spans all heads together, and so does the norm of keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama whose files join q, k and v, and gate and up.
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with one stored matrix for q, k and v, and one for gate and up.
 
 Phi-4-mini rotates three quarters of a head. Models for long contexts have longrope's two lists of factors.
 `blocks.reaching` chooses one of the two lists when a model is loaded.
@@ -42,9 +42,9 @@ def read(raw: Raw) -> Spec:
 
 
 def _renamed(raw: Raw) -> Raw:
-    """Return config.json with rotary positions of the kind longrope, where it names the kind su or yarn.
+    """Return config.json (`raw`), in which rotary positions of the kinds su and yarn get the kind longrope.
 
-    The context length in training is copied into the rotary positions.
+    The context length in training is copied into the longrope positions.
     """
     changed = dict(raw)
     trained = 4096 if raw.get(TRAINED) is None else raw[TRAINED]

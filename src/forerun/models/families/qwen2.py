@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v. The upper layers may have a sliding window."""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. The last layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def write(spec: Spec) -> Raw:
 
 
 def qwen_windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return the window of each layer: `sliding_window` from `max_window_layers` on, if `use_sliding_window` is set."""
+    """Return the window of each layer in tokens, as `configs.windows` does.
+
+    With `use_sliding_window`, the layers from `max_window_layers` on have a window of `sliding_window` tokens.
+    """
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None:
         window = size({"sliding_window": 4096, **raw}, "sliding_window")

@@ -1,6 +1,6 @@
-"""Qwen 2.5 VL, which sees images and videos. Only its text model is read, which is built like Qwen 2 VL's text model.
+"""Qwen 2.5 VL, which sees images and videos. Only the text model is read; it is built like Qwen 2 VL's text model.
 
-Its GGUF files name the architecture of Qwen 2 VL.
+GGUF files of Qwen 2.5 VL name the architecture of Qwen 2 VL.
 """
 
 from forerun.models.families.qwen2_vl import NAMES as NAMES, read as read, write as write

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): every row also takes a shared expert, which has its own gate."""
+"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): every row also runs through a shared expert, which has a gate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHARED = "shared_expert_intermediate_size"
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the entries of config.json for the window and for the size of the shared expert.
+    """Return the entries of config.json for the window, the activation and the size of the shared expert.
 
-    Older files leave out the size of the shared expert. It is then the feed-forward size.
+    Older files leave out the size of the shared expert, which then is the feed-forward size.
     """
     size = metadata.get("expert_shared_feed_forward_length", metadata.get("feed_forward_length"))
     return {**window_of(metadata), SHARED: size}

@@ -1,7 +1,7 @@
-"""Qwen 2 VL, which sees images and videos. Only its text model is read, which is a Qwen 2.
+"""Qwen 2 VL, which sees images and videos. Only the text model is read; it is a Qwen 2.
 
-Each token has three positions, and each of the three rotates its own section of a head. In a text, the three positions
-of a token are equal, so the result is the same as with usual rotary positions.
+Each token has three positions, and each of the three positions rotates a separate section of a head (mrope). In a text,
+the three positions of a token are equal, so the result is the same as with usual rotary positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THETA = 1e6
 
 
 def sections_of(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the entries of config.json for the positions and the sliding window of a GGUF file."""
+    """Return the entries of config.json for mrope's sections, the sliding window and the activation of a GGUF file."""
     return {**qwen2.window_of(metadata), SECTIONS: metadata.get("rope.dimension_sections")}
 
 
@@ -53,9 +53,10 @@ write = qwen2.write  # of the text model by itself
 
 
 def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Spec]) -> Spec:
-    """Read the text model from text_config, from the other keys of config.json (as in old files), or from both.
+    """Return the spec of the text model, from text_config, or from the other keys of config.json (as in old files).
 
-    usual, theta: the values of missing keys. read_text: a function that reads the keys of the text model alone.
+    usual, theta: the values of missing keys. read_text: a function that reads the text model's keys into a spec. Raises
+    UnsupportedModel where both places describe a text model and the two models differ.
     """
     kind = f"{raw.get('model_type')}_text"
     beside = {key: value for key, value in raw.items() if key not in {*SEEN, "text_config", "model_type", TIED}}
@@ -76,7 +77,10 @@ def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Sp
 
 
 def _plainly_turned(text: Raw, theta: float) -> Raw:
-    """Return the text model's config with plain rotary positions, after a check of the sizes of mrope's sections."""
+    """Return the text model's config without mrope's keys, so that rotary positions are plain.
+
+    Raises UnsupportedModel where the sizes of mrope's sections are impossible. theta: the value of a missing theta.
+    """
     half = configs.head_sizes(Filled(text, {}))[2] // 2
     ropes = {key: part for key in ROPES if isinstance(part := text.get(key), Mapping)}
     for part in (text, *ropes.values()):

@@ -1,4 +1,4 @@
-"""Qwen 3.5 as published, with vision: only its text model is read."""
+"""Qwen 3.5 as published, with vision. Only the text model is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(raw: Raw) -> Spec:
 def read_text(raw: Raw, model_type: str, read: Callable[[Raw], Spec]) -> Spec:
     """Return the spec of the text model in a checkpoint with vision.
 
-    model_type: the model_type that the text model must have. read: the function that reads its config.
+    model_type: the model_type that the text model must have. read: the function that reads the text model's config.
     """
     is_tied = configs.flag(raw, "tie_word_embeddings")  # transformers takes a missing key as false
     text = configs.text_of({**raw, "tie_word_embeddings": is_tied}, KEYS, model_type, {})

@@ -1,8 +1,8 @@
 """Text models of Qwen 3.5 with experts (Qwen3.5-35B-A3B): each layer has many small experts and one shared expert.
 
-Each token takes the experts with the largest scores. Scores are a softmax, and the scores of the chosen experts are
-scaled so that they sum to 1. Published files have one tensor for all experts. Files that transformers writes have one
-tensor for each expert.
+Each token runs through the experts with the largest scores, and through the shared expert. Scores are a softmax, and
+the scores of the chosen experts are scaled so that they sum to 1. Published files have one tensor for all experts.
+Files that transformers writes have one tensor for each expert.
 """
 
 from __future__ import annotations

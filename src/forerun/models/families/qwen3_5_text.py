@@ -2,8 +2,8 @@
 
 The recurrence is the gated delta rule, see blocks.Recurrence. A quarter of each head is rotated. Norms add 1 to their
 weights, except the norm after a recurrence. In the files, the query rows of a head are followed by the gate rows of
-this head. A token of an image would have three positions (mrope). In a text the three are equal, so usual rotary
-positions give the same result.
+this head. A token has three positions (mrope), which differ only in images. In a text the three positions are equal, so
+usual rotary positions give the same result.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ PARTS = {f"{AT}{name}": f"{AT}{name}" for name in ("in_proj_qkv", "in_proj_z", "
 
 
 def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
-    """Return the names of the text model's tensors, which begin with `start`.
+    """Return the map of tensor names for a text model whose published names begin with `start`.
 
-    more: further names, for models whose blocks have more tensors than Qwen 3.5's. bare: the names in `more` that name
-    a tensor, not a module.
+    more: a map of further names in a block, for models with more tensors than Qwen 3.5. bare: the names in `more` that
+    are whole tensor names, not module names.
     """
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
@@ -91,9 +91,9 @@ BY_MORE = frozenset(_BY_MORE.split())
 
 
 def linear_keys(kind: str, metadata: Metadata, tensors: Collection[str], heads: str) -> dict[str, Any]:
-    """Return the entries of config.json for recurrences, layers and positions, from a GGUF file.
+    """Return the entries of config.json for recurrences, layers and key-value heads, from a GGUF file.
 
-    heads: how the file orders the value heads, "grouped" or "tiled".
+    kind: the architecture's name, for messages. heads: how the file orders the value heads, "grouped" or "tiled".
     """
     whole, further = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
     if type(whole) is not int or type(further) is not int or not 0 <= further < whole <= LARGEST["num_hidden_layers"]:
@@ -125,10 +125,11 @@ def linear_keys(kind: str, metadata: Metadata, tensors: Collection[str], heads: 
 
 
 def heads_of_layers(kind: str, metadata: Metadata, has_heads: list[bool]) -> Any:
-    """Return the number of key-value heads in layers with attention. A file has one number, or a list by layer.
+    """Return the number of key-value heads in layers with attention. A file has one number, or a list of numbers.
 
-    In such a list, layers without attention have 0, or the same entry as attention layers. After the layers, the list
-    may have entries for multi-token prediction blocks.
+    The list has an entry for each layer; a layer without attention has 0, or the same entry as the other layers. At its
+    end, the list may have entries for multi-token prediction blocks. has_heads: for each layer, whether it has
+    attention.
     """
     said = metadata.get("attention.head_count_kv")
     if not isinstance(said, list):
@@ -163,7 +164,10 @@ def read(raw: Raw) -> Spec:
 
 
 def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
-    """Return config.json with usual values. The mrope keys are checked and then left out."""
+    """Return config.json (`raw`) with the default values in `usual` for missing keys. The keys of mrope are left out.
+
+    Raises UnsupportedModel for keys that are neither in SHARED_KEYS nor in `own_keys`, and for impossible values.
+    """
     turned = raw.get("rope_parameters")
     sections = None
     if isinstance(turned, Mapping):
@@ -226,7 +230,7 @@ def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 def layers_of_two_kinds(
     kinds: list[str], norm: Norm, attention: Attention, recurrence: Recurrence | None, fed: Callable[[int], Block]
 ) -> list[Block]:
-    """Return the blocks of layers, which have either attention or a recurrence.
+    """Return the block of each layer: with `attention` if the layer's kind is full attention, else with `recurrence`.
 
     fed(i): returns a block that has only the feed-forward part, or the experts, of layer i.
     """
@@ -237,7 +241,7 @@ def layers_of_two_kinds(
 
 
 def recurrence_of(c: Filled) -> Recurrence:
-    """Return the recurrence of a recurrent layer."""
+    """Return the recurrence of a model's recurrent layers."""
     conv, key_heads, value_heads, key_dim, value_dim = LINEAR_SIZES
     num_keys, num_values = size(c, key_heads), size(c, value_heads)
     configs.require(num_values % num_keys == 0, c, value_heads, f"a multiple of {num_keys}, the key heads")
@@ -257,7 +261,8 @@ def recurrence_of(c: Filled) -> Recurrence:
 def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
     """Return the config.json of a model with recurrent and attention layers, without the feed-forward entries.
 
-    Raises UnsupportedModel for recurrences stored as in GGUF files, because other programs would misread such weights.
+    Raises UnsupportedModel if the recurrences are stored as in GGUF files, because other programs would misread their
+    weights.
     """
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = recurrence_of(Filled({}, LINEAR_DEFAULTS))

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Qwen3-30B-A3B): each row takes a few of many small feed-forward parts."""
+"""Qwen 3 with experts (Qwen3-30B-A3B): each row runs through a few of many small feed-forward experts."""
 
 from __future__ import annotations
 
@@ -51,21 +51,27 @@ def read(raw: Raw) -> Spec:
 
 
 def _windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return the window of each layer, the same for all. transformers ignores `max_window_layers` in this family."""
+    """Return the sliding window of each layer in tokens, None = no window. All layers have the same window.
+
+    transformers ignores `max_window_layers` in this family, and so does this function.
+    """
     has_window = flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None
     window = size({"sliding_window": 4096, **raw}, "sliding_window") if has_window else None
     return (window,) * size(raw, "num_hidden_layers")
 
 
 def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
-    """Return the number of experts in a layer, and the number of experts that each token takes."""
+    """Return the number of experts in a layer, and the number of experts that are chosen for each token."""
     num, chosen = size(raw, key), size(raw, "num_experts_per_tok")
     configs.require(chosen <= num, raw, "num_experts_per_tok", f"at most {num}, the number of experts")
     return num, chosen
 
 
 def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
-    """Return the spec with experts in the layers that `mlp_only_layers` and `decoder_sparse_step` choose."""
+    """Return the spec with `experts` in place of the feed-forward part in some layers.
+
+    Layer i gets experts if i + 1 is a multiple of `decoder_sparse_step`, and i is not in `mlp_only_layers`.
+    """
     dense = raw.get("mlp_only_layers") or []
     step = size(Filled(raw, {"decoder_sparse_step": 1}), "decoder_sparse_step")
     is_list = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
@@ -91,9 +97,9 @@ def write(spec: Spec) -> Raw:
 
 
 def without_experts(spec: Spec) -> tuple[Spec, Experts]:
-    """Return the spec with a dense feed-forward part in every layer, and the experts that were taken out.
+    """Return the spec with a dense feed-forward part in every layer, and the experts that this part replaces.
 
-    Raises UnsupportedModel where no layer has experts, or where layers have different experts.
+    Raises UnsupportedModel if no layer has experts, or if layers have different experts.
     """
     kinds = {block.experts for block in spec.blocks if block.experts is not None}
     if len(kinds) != 1:

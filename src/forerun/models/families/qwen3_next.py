@@ -1,7 +1,7 @@
-"""Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): the two kinds of layers of Qwen 3.5, with experts.
+"""Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): recurrent and attention layers as in Qwen 3.5, with experts.
 
-For a recurrent layer, one tensor in the files joins q, k, v and z, and another joins b and a. The rows of both tensors
-are ordered by key head.
+For a recurrent layer, one tensor in the files joins q, k, v and z, and another tensor joins b and a. The rows of both
+tensors are ordered by key head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen 3 VL (dense), which sees images and videos. Only its text model is read, which is a Qwen 3 without windows."""
+"""Qwen 3 VL (dense), which sees images and videos. Only the text model is read; it is a Qwen 3 without windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _read(text: Raw) -> Spec:
 
 
 def refuse_windows(text: Raw) -> None:
-    """Raise UnsupportedModel for a sliding window, because transformers computes none in this family."""
+    """Raise UnsupportedModel for a sliding window, because transformers ignores windows in this family."""
     configs.full_attention_only(text)
     configs.require(not flag(text, "use_sliding_window"), text, "use_sliding_window", "false")
 

@@ -52,7 +52,10 @@ def read(raw: Raw) -> Spec:
 
 
 def _turned(raw: Raw, num: int) -> list[bool]:
-    """Return for each layer whether it has rotary positions. In `no_rope_layers`, 1 marks a layer that has them."""
+    """Return for each of `num` layers whether the layer has rotary positions. In `no_rope_layers`, 1 means that it has.
+
+    If that key is missing, every n-th layer has no rotary positions; n is `no_rope_layer_interval`, by default 4.
+    """
     listed = raw.get("no_rope_layers")
     if listed is None:
         step = size({"no_rope_layer_interval": raw.get("no_rope_layer_interval") or INTERVAL}, "no_rope_layer_interval")

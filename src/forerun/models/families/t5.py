@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder with RMS norms. Scores get a learned bias, which depends on the distance of the tokens.
+"""T5: an encoder and a decoder with RMS norms. A learned bias that depends on the tokens' distance is added to scores.
 
 Scores are not scaled. Version 1.1 has a gated feed-forward part and an untied LM head. mT5 and Flan-T5 are built like
 version 1.1.
@@ -24,7 +24,10 @@ IGNORED = ("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias
 
 
 def names(spec: Spec) -> Names:
-    """Return the published names. A layer of the decoder is two of our blocks: self-attention, and all that follows."""
+    """Return the map of published tensor names. A layer of the decoder becomes two of our blocks.
+
+    The first block has the self-attention, and the second has the cross-attention and the feed-forward part.
+    """
     mlp = next(block.mlp for block in spec.blocks if block.mlp is not None)
     inner = {"wi_0": "gate_proj", "wi_1": "up_proj"} if mlp.gated else {"wi": "up_proj"}
     feed_forward = {f"DenseReluDense.{part}": f"mlp.{ours}" for part, ours in {**inner, "wo": "down_proj"}.items()}

@@ -1,6 +1,6 @@
-"""T5Gemma: an encoder and a decoder with Gemma 2's layers. Each of the two has its own token embedding and width.
+"""T5Gemma: an encoder and a decoder with Gemma 2's layers, separate token embeddings, and separate hidden sizes.
 
-Scores and logits are capped. Half of the layers have a window. In the encoder, a window reaches to both sides.
+Scores and logits are capped. Half of the layers have a window. In the encoder, a window extends to both sides.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def read(raw: Raw) -> Spec:
 
 
 def _part(raw: Raw, vocab: int) -> Filled:
-    """Return the config of the encoder or the decoder, with usual values for missing keys."""
+    """Return the config of the encoder or the decoder (`raw`), with default values for missing keys.
+
+    vocab: the vocabulary size of the whole model, which the config must repeat or leave out.
+    """
     usual = {**DEFAULTS, "vocab_size": vocab}
     c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
@@ -91,10 +94,10 @@ def _part(raw: Raw, vocab: int) -> Filled:
 
 
 def _attentions(c: Filled, sees: Any) -> list[Attention]:
-    """Return the self-attention of each layer.
+    """Return the self-attention of each layer. sees: "all" for the encoder, "past" for the decoder.
 
-    In the encoder, a token attends to `sliding_window` tokens on either side and to itself. The window of Attention
-    counts the token itself, so it is larger by 1.
+    In the encoder, a token attends to itself and to `sliding_window` tokens on either side. Attention.window counts the
+    token itself, too, so it is `sliding_window` + 1.
     """
     bias = flag(c, "attention_bias")
     window = size(c, "sliding_window") + (sees == "all")

@@ -1,4 +1,4 @@
-"""Reading GGUF files: the header, blocks of quantised weights, and the metadata as a config and a tokenizer.
+"""Reads the parts of GGUF files: the header, blocks of quantised weights, and the metadata as config and tokenizer.
 
 models/source/gguf.py makes a source of weights from these parts.
 """

@@ -27,8 +27,9 @@ Unpack = Callable[[Bytes], QuantisedRows]
 class TensorType:
     """A type of tensors. number: the type's id in GGUF files. block: weights per block. num_bytes: bytes per block.
 
-    dtype: the dtype in which weights are read. scheme, unpack: the scheme of a quantised type, and the function that
-    unpacks its blocks; None for other types. `unpack` takes the bytes of some rows, uint8 [R, blocks, num_bytes].
+    dtype: the dtype in which weights are read. scheme: the scheme of a quantised type. unpack: the function that
+    unpacks blocks of a quantised type; it takes the bytes of some rows, uint8 [R, blocks, num_bytes]. Both are None for
+    types that are not quantised.
     """
 
     number: int
@@ -41,7 +42,7 @@ class TensorType:
 
 
 def _halves(data: Bytes, at: int) -> HostTensor:
-    """Return the float16 number at byte `at` of each block: [R, blocks]."""
+    """Return the float16 number at byte offset `at` of each block, as [R, blocks]. data: uint8 [R, blocks, bytes]."""
     return HostTensor(np.ascontiguousarray(data[..., at : at + 2]).view(np.float16)[..., 0], F16)
 
 
@@ -50,12 +51,12 @@ def _negative(numbers: HostTensor) -> HostTensor:
 
 
 def _rows(numbers: Bytes) -> Bytes:
-    """Flatten each row: [R, ...] becomes [R, n]."""
+    """Flatten all dimensions but the first: [R, ...] becomes [R, n]."""
     return numbers.reshape(len(numbers), -1)
 
 
 def _parted(data: Bytes, *sizes: int) -> Bytes:
-    """Split the last dimension into dimensions of these sizes."""
+    """Split the last dimension into dimensions of the sizes `sizes`."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
@@ -65,12 +66,12 @@ def _joined(data: Bytes, num: int = 2) -> Bytes:
 
 
 def _signed_bytes(numbers: Bytes) -> HostTensor:
-    """Read bytes as int8. Returns each row flattened."""
+    """Reinterpret bytes as int8. Returns [R, n], with each row flattened."""
     return HostTensor.of(_rows(np.ascontiguousarray(numbers)).view(np.int8))
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """Return the low four bits of all bytes in the last dimension, then the high four bits of all bytes: [..., 2 n]."""
+    """Split bytes [..., n] into nibbles [..., 2 n]: the low nibbles of all n bytes, then the high nibbles."""
     return np.concatenate((data & 15, data >> 4), axis=-1)
 
 
@@ -117,9 +118,9 @@ def _q5_k(data: Bytes) -> QuantisedRows:
 
 
 def _two_levels(scheme: Scheme, data: Bytes, codes: Bytes) -> QuantisedRows:
-    """Return rows with scales and minimums of 6 bits, which are packed into bytes 4 to 15 of each block.
+    """Return rows of a K-quant whose blocks have 6-bit scales and minimums in bytes 4 to 15.
 
-    codes: [R, blocks, ...] with the 256 weights of a block in order.
+    codes: [R, blocks, ...], the codes of the 256 weights of each block, in order.
     """
     low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
     scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
@@ -169,10 +170,10 @@ def _from_32(levels: Bytes) -> HostTensor:
 
 
 def _quarters(data: Bytes) -> Bytes:
-    """Return the 2-bit integers in the 64 bytes of a block, four for each byte.
+    """Return the 2-bit integers in the 64 bytes of each block, four for each byte.
 
-    The first 32 bytes come first. Of these, the lowest two bits of every byte come first, then the next two bits of
-    every byte, and so on. The last 32 bytes follow in the same order.
+    The integers of the first 32 bytes come first: the lowest two bits of every byte, then the next two bits of every
+    byte, and so on. The integers of the last 32 bytes follow in the same order.
     """
     return _joined(_parted(data, 2, 1, 32) >> _PAIRS & 3, 3)
 
@@ -228,19 +229,19 @@ def _iq3_xxs(data: Bytes) -> QuantisedRows:
 
 
 def _in_turn(data: Bytes) -> Bytes:
-    """Return the low and then the high four bits of the first byte, of the second byte, and so on: [..., 2 n]."""
+    """Split bytes [..., n] into nibbles [..., 2 n]: byte 0's low and high nibble, then byte 1's, and so on."""
     return _joined(np.stack((data & 15, data >> 4), axis=-1))
 
 
 def _bits(data: Bytes) -> Bytes:
-    """Return the bits of the bytes in the last dimension, the lowest bit of each byte first: [..., 8 n]."""
+    """Split bytes [..., n] into bits [..., 8 n], the lowest bit of each byte first."""
     return _joined(data[..., None] >> np.arange(8, dtype=np.uint8) & 1)
 
 
 def _signed(digits: Bytes, signs: Bytes) -> Bytes:
-    """Return an index into the table of `_both_signs` for each digit (0 to 7) and its sign.
+    """Return, for each digit (0 to 7) and its sign (1 = minus), the index of its value in the table of `_both_signs`.
 
-    The upper half of that table has the magnitudes of the digits, the lower half their negatives.
+    The upper half of that table has the magnitudes of the digits, and the lower half the negative magnitudes.
     """
     codes: Bytes = (digits | 8) ^ signs * 15
     return codes

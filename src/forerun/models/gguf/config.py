@@ -1,7 +1,7 @@
-"""Conversion of the metadata of a GGUF file into the config.json of the checkpoint that the file was made from.
+"""Converts the metadata of a GGUF file into the config.json of the checkpoint from which the file was made.
 
-Each family's `GGUF` says which metadata keys become which keys of config.json. Other metadata keys of the architecture
-are copied into config.json unchanged, where configs.py refuses any that might change what the model computes.
+Each family's `GGUF` maps metadata keys to keys of config.json. Other metadata keys of the architecture are copied into
+config.json unchanged. configs.py then refuses those that might change what the model computes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in fl
 
 
 def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]], path: Path) -> dict[str, Any]:
-    """Return the config.json of a GGUF file. rope_factors: the contents of the ROPE_TENSORS that the file has.
+    """Return the config.json of a GGUF file. rope_factors: the contents of those ROPE_TENSORS that are in the file.
 
     Raises UnsupportedModel for an architecture that no family reads, and for a model that config.json cannot describe.
     """
@@ -86,7 +86,10 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 def _rotary(
     gguf: Gguf, metadata: Metadata, factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the entries of config.json for the head size and rotary positions."""
+    """Return the entries of config.json for the head size and rotary positions.
+
+    Also sets the head size, and the rotated share of a head, in `raw`.
+    """
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     turned = metadata.get("rope.dimension_count", head_dim)
     whole = ["rope.dimension_count", "attention.value_length"]
@@ -104,7 +107,10 @@ def _rotary(
 
 
 def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
-    """Return a text of the metadata. Raises UnsupportedModel where it is missing or not UTF-8."""
+    """Return the text under `key` of the metadata, or `default` where the key is missing.
+
+    Raises UnsupportedModel for a text that is not UTF-8, and for a missing key without a default.
+    """
     value = metadata.get(key)
     if value is None and default is not None:
         return default
@@ -117,7 +123,7 @@ def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | Non
 
 
 def _plain(value: Value) -> Any:
-    """Return a metadata value as a value of JSON."""
+    """Convert a metadata value to a value that JSON can hold."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, Texts):
@@ -126,7 +132,7 @@ def _plain(value: Value) -> Any:
 
 
 def _one_for_all(value: Any) -> Any:
-    """Return the first value of a list by layer if all its values are equal; return anything else unchanged."""
+    """If `value` is a list of equal values, one for each layer, return the first; return any other value unchanged."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
@@ -171,7 +177,7 @@ def _rope_scaling(
 def _yarn(metadata: Metadata, factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return the rope_scaling of YaRN. keys: maps metadata keys to keys of rope_scaling.
 
-    mscale becomes 1 where a file has mscale_all_dim, as in llama.cpp.
+    If a file sets mscale_all_dim, mscale becomes 1, as in llama.cpp.
     """
     said = {"factor": factor, **{name: metadata[key] for key, name in keys.items() if key in metadata}}
     said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
@@ -185,7 +191,7 @@ def _yarn(metadata: Metadata, factor: float, keys: Mapping[str, str]) -> dict[st
 def _longrope(
     metadata: Metadata, factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the rope_scaling of longrope. The two lists of factors are tensors of the file."""
+    """Return the rope_scaling of longrope. factors: the two lists of factors, which are tensors of the file."""
     if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
         raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
     lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
@@ -199,12 +205,12 @@ def _longrope(
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rope_scaling of Llama 3 that gives these factors; None where no such scaling gives them.
+    """Return the rope_scaling of Llama 3 that gives the frequency factors `factors`; None where there is none.
 
-    A file holds the factors in place of the scaling. High frequencies stay as they are (factor 1), and low frequencies
-    are divided by `factor`. Between them, the factor f follows from 1 / f = (1 - s) / factor + s. Here s = (L freq / 2
-    pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of L, low and
-    high, so low is taken as 1, as in all published models.
+    A file holds the factors in place of the scaling. High frequencies are unchanged (factor 1), and low frequencies are
+    divided by `factor`. For a frequency between these, the factor f follows from 1 / f = (1 - s) / factor + s. Here s =
+    (L freq / 2 pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of
+    L, low and high, so low is taken as 1, as in all published models.
     """
     theta = number({"rope_theta": 10000.0, **raw}, "rope_theta")
     head_dim = raw["head_dim"]

@@ -1,4 +1,4 @@
-"""How texts are cut into words before merges (pre-tokenisation), by the name in a GGUF file's tokenizer.ggml.pre.
+"""Patterns that cut texts into words before BPE merges (pre-tokenisation), by the name in tokenizer.ggml.pre.
 
 Names and patterns follow llama.cpp (llama-vocab.cpp). An exception is `_cased`, which follows the published pattern: it
 distinguishes upper and lower case, and allows combining marks within a word. llama.cpp knows the case of ASCII letters
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cutting:
-    """How texts are cut into words before merges: by each pattern in turn, as Oniguruma reads it.
+    """Describes how texts are cut into words before BPE merges.
 
-    whole_words: whether a word that is a token of the vocabulary becomes this token without merges. add_bos: whether
-    texts begin with BOS, unless the file says otherwise.
+    patterns: regular expressions in Oniguruma's syntax, which are applied one after another. whole_words: whether a
+    word that is a token of the vocabulary becomes this token without merges. add_bos: whether texts begin with BOS,
+    unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -55,9 +56,9 @@ def _words(digits: str, letters: str = _LETTERS, signs: str = _SIGNS, blanks: st
 
 
 def _cased(digits: str, after: str = "") -> str:
-    """Return a pattern that also cuts words where a capital letter follows a small one.
+    """Return a pattern that also cuts words where a capital letter follows a lower-case letter.
 
-    after: a pattern that may end a word, such as `_SHORT`.
+    digits: the pattern of numbers. after: a pattern that may end a word, such as `_SHORT`.
     """
     words = [f"{_BEFORE}{_UPPER}{more}{after}" for more in (f"*{_LOWER}+", f"+{_LOWER}*")]
     return _tried(*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _LINES, _BLANKS)

@@ -1,7 +1,8 @@
-"""The grids of 3-bit blocks in GGUF files (IQ3_XXS and IQ3_S of ggml). A grid is a list of groups of four weights.
+"""The grids of ggml's 3-bit types in GGUF files (IQ3_XXS and IQ3_S). A grid is a list of groups of four weights.
 
-A block stores an index into the grid for each group. A group is four digits; each digit is an index into the type's
-list of magnitudes. The groups in a grid are frequent in models. No rule generates them, so the grids are listed here.
+A block of weights stores an index into the grid for each group. A group is four digits; each digit is an index into the
+type's list of magnitudes. The groups in a grid are those that are frequent in models. No rule generates the groups, so
+the grids are listed here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 
 def fours(digits: str) -> npt.NDArray[np.uint8]:
-    """Return a string of digits as groups of four, uint8 [number of groups, 4]."""
+    """Convert a string of digits to groups of four numbers, uint8 [number of groups, 4]."""
     return (np.frombuffer(digits.encode(), np.uint8) - ord("0")).reshape(-1, 4)
 
 

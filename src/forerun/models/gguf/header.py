@@ -1,9 +1,9 @@
-"""The header of a GGUF file, or of all pieces of a model: metadata by key, and the place of each tensor.
+"""Reads the header of a GGUF file, or of all pieces of a model: metadata by key, and the place of each tensor.
 
-The reader in the `gguf` package is not used. It keeps an array for every string, and takes 4 s for a vocabulary of
-49,152, where this reader takes 0.1 s. It also trusts the counts and lengths of a broken file, which can keep it busy
-forever. This reader reads nothing beyond the end of the file, and every number has a bound, far above the numbers in
-published files.
+The reader in the `gguf` package is not used. That reader keeps an array for every string, and takes 4 s for a
+vocabulary of 49,152 tokens; the reader here takes 0.1 s. The `gguf` package also trusts the counts and lengths in a
+broken file, and may then run forever. The reader here reads nothing beyond the end of the file, and every number has a
+bound, far above the numbers in published files.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -44,7 +44,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True)
 class Texts:
-    """A list of texts that has not been read from the file yet.
+    """A list of `num` texts in a file, from offset `start` on. The texts are not read until `read` is called.
 
     A vocabulary and its merges have some 300,000 texts, and most callers need none of them.
     """
@@ -65,7 +65,7 @@ Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. shape: rows first, as in torch. start: the offset of its first byte. num_bytes: its size."""
+    """A tensor in a file. shape: rows first, as in torch. start: the tensor's offset in the file, in bytes."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -76,10 +76,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The part of a file before the weights.
+    """The header of a file, which is the part before the weights.
 
-    metadata: the values by key; a text is bytes, because it may not be UTF-8. digest: a hash of the bytes of the
-    header.
+    metadata: the values by key; texts are bytes objects, because they may not be UTF-8. digest: a hash of the header's
+    bytes.
     """
 
     metadata: Mapping[str, Value]
@@ -102,8 +102,8 @@ def read_header(path: Path) -> Header:
 def read_model(path: Path) -> Header:
     """Read the header of a model that is one file or several pieces. path: the file, or any piece.
 
-    The metadata comes from the first piece. The metadata of other pieces says little more than their numbers. Raises as
-    `read_header`, and for pieces that are missing or belong to another model.
+    The metadata comes from the first piece. The metadata of other pieces has little more than the piece's number.
+    Raises as `read_header`, NotFound for a missing piece, and UnsupportedModel for pieces that do not fit together.
     """
     header = read_header(path)
     count, number = _split(header, path)
@@ -146,7 +146,7 @@ def read_model(path: Path) -> Header:
 
 
 def _split(header: Header, file: Path) -> tuple[int, int]:
-    """Return the number of the model's pieces, and the index of this piece, from 0 on; (1, 0) for a whole file."""
+    """Return the number of the model's pieces, and the index of this piece, counted from 0; (1, 0) for a whole file."""
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if type(count) is not int or type(number) is not int or count < 0 or number < 0:
         raise UnsupportedModel(
@@ -270,7 +270,7 @@ class _Reader:
         return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, places: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
-        """Raise for a file that ends before its last tensor ends. The message suggests that a download was cut off."""
+        """Raise UnsupportedModel for a file that ends before its last tensor, as where a download was cut short."""
         ends = [
             first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in places.values()
         ]
@@ -307,10 +307,10 @@ class _Reader:
             pass
 
     def _pieces(self, num: int, where: str) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield chunks of the next `num` texts: the bytes of a chunk, and offsets into these bytes.
+        """Yield the next `num` texts in chunks: (bytes of the chunk, offsets into these bytes).
 
-        The offsets say where each text begins, with its length in eight bytes; the last offset is the end of the last
-        text.
+        Each offset but the last is the start of a text, which begins with its length in eight bytes. The last offset is
+        the end of the last text.
         """
         unpack = struct.Struct("<Q").unpack_from
         while num:

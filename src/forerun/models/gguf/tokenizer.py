@@ -1,9 +1,9 @@
-"""Conversion of the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
+"""Converts the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
 
-The tokenizer gives the same ids as llama.cpp (llama-vocab.cpp). Three kinds are read. "gpt2" is a byte-level BPE;
-tokenizer.ggml.pre names the patterns in cuttings.py by which texts are cut into words. "llama" is SentencePiece's BPE,
-where the merges follow from the scores of tokens. "gemma4" is a BPE with merges, whose tokens spell spaces as
-SentencePiece does.
+The tokenizer gives the same ids as llama.cpp (llama-vocab.cpp). Three kinds of tokenizers are read. "gpt2" is a
+byte-level BPE; tokenizer.ggml.pre names the patterns in cuttings.py that cut texts into words. "llama" is
+SentencePiece's BPE, where the merges follow from the scores of tokens. "gemma4" is a BPE with merges, whose tokens
+spell spaces as SentencePiece does.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ NO_CUTTING = (
 
 
 def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json into `folder`.
 
-    num_rows: the number of rows of the embedding. Raises UnsupportedModel for kinds of tokenizers that MODELS lacks,
-    and for metadata that contradicts itself.
+    metadata: the metadata of the GGUF file `path`. num_rows: the number of rows of the embedding. Raises
+    UnsupportedModel for kinds of tokenizers that MODELS lacks, and for metadata that contradicts itself.
     """
     vocabulary = _Vocabulary.read(metadata, num_rows, path)
     try:
@@ -74,7 +74,7 @@ def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, fo
 
 
 def guesses_cutting(metadata: Mapping[str, Value]) -> bool:
-    """Whether a file does not say how texts are cut into words. `NO_CUTTING` is the warning for such a file."""
+    """Whether a file with a byte-level BPE lacks the key that says how texts are cut into words (see `NO_CUTTING`)."""
     return metadata.get(KEY + "model") == b"gpt2" and not metadata.get(KEY + "pre")
 
 
@@ -110,7 +110,7 @@ class _Vocabulary:
     # ------------------------------------------------------------------------------------------------ tokenizer.json
 
     def backend(self) -> Tokenizer:
-        """Build the tokenizer as an object of the tokenizers library."""
+        """Return the tokenizer as an object of the tokenizers library."""
         backend = self._byte_level() if self.model == "gpt2" else self._spaced()
         added = [
             AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False, rstrip=self._strips(i))
@@ -199,13 +199,17 @@ class _Vocabulary:
     def _strips(self, token_id: int) -> bool:
         """Whether the blanks that follow an added token belong to this token.
 
-        In a file of Phi-3 they belong to the tokens of roles, although no key of the metadata says so.
+        In Phi-3's files, the blanks belong to every added token except <unk>, <s> and <|endoftext|>, although no key of
+        the metadata says so.
         """
         is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
         return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
 
     def _add_ends(self, backend: Tokenizer) -> None:
-        """Let the tokenizer add BOS before each text, or EOS after it, where the file or a default says so."""
+        """Make the tokenizer add BOS before each text, and EOS after each text, if the file or a default says so.
+
+        Raises UnsupportedModel if the file has no id for a token that is to be added.
+        """
         default = self.model != "gpt2" or self._cutting().add_bos
         # Published files of Gemma 4 ask for no BOS, which llama.cpp overrules.
         begins = self.model == "gemma4" or self._flag("add_bos_token", default)
@@ -227,7 +231,7 @@ class _Vocabulary:
     # ---------------------------------------------------------------------------------------------------- other files
 
     def config(self) -> dict[str, Any]:
-        """Return tokenizer_config.json."""
+        """Return the content of tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
         ids = {f"{short}_token": self.id_of(name) for name, short in names.items()}
         config: dict[str, Any] = {key: self.tokens[i] for key, i in ids.items() if i is not None}
@@ -252,9 +256,9 @@ class _Vocabulary:
         return sorted({i for i in named if i is not None} | set(known.values()))
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of a special token, such as "bos"; None where the metadata has no key for it.
+        """Return the id of the special token `name`, such as "bos"; None where the metadata gives no id for it.
 
-        SentencePiece has default ids for bos, eos and unknown.
+        SentencePiece has default ids for bos, eos and unknown. Raises UnsupportedModel for an id outside of the tokens.
         """
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
         value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
@@ -285,8 +289,8 @@ def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str
     """Return all pairs of tokens that join to a token, in SentencePiece's order of merging: the best score first.
 
     Of pairs with equal scores, SentencePiece merges the pair that comes first in the text. In published files all
-    tokens of blanks have one score, so SentencePiece extends a run of blanks from its beginning. Here pairs with equal
-    scores are sorted by length, the longest token first, which has the same effect.
+    tokens of blanks have the same score, so SentencePiece extends a run of blanks from the run's beginning. Here pairs
+    with equal scores are sorted by the length of the joined token, the longest first, which has the same effect.
     """
     pairs = [
         (-scores[i], -len(token), i, cut)

@@ -1,7 +1,7 @@
-"""The sources of models on the disk. A source reads a config, the tokenizer's files, and weights one at a time.
+"""Sources of models on the disk. A source reads a model's config, tokenizer files, and weights, tensor by tensor.
 
-Each module of this folder reads one file format; the modules are found by scanning. A module defines `recognises(path)
--> bool`, which looks only at file names and first bytes, and `open_source(path) -> Source`.
+Each module of this folder reads one file format. The modules are found by scanning the folder. A module defines
+`recognises(path) -> bool`, which looks only at file names and first bytes, and `open_source(path) -> Source`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?"
 
 @dataclass(frozen=True)
 class Stored:
-    """How a tensor is stored. file: where it is stored. dtype: the dtype of the rows that `Source.blocks` yields.
+    """Describes how a tensor is stored.
 
-    scheme: the scheme of a quantised matrix; None for other tensors. was: the kind of a quantised matrix in words,
-    where few or no operators can compute with the matrix as it is stored. Its scheme is then None, and it is read as
-    floating-point numbers. floats: the scheme of a matrix of 8-bit floats, for operators that do compute with 8-bit
-    floats.
+    file: the file that holds the tensor. dtype: the dtype of the rows that `Source.blocks` yields. scheme: the scheme
+    of a quantised matrix; None for other tensors. was: the kind, in words, of a quantised matrix that few or no
+    operators can compute with as it is stored; the matrix then has no scheme, and is read as floating-point numbers.
+    floats: the scheme of a matrix of 8-bit floats, for operators that compute with 8-bit floats.
     """
 
     file: Path
@@ -42,10 +42,10 @@ class Stored:
 
 
 class Source(Protocol):
-    """A model on the disk. Opening it reads config.json. Weights are read only by `blocks`.
+    """A model on the disk. Making a source reads config.json. Only `blocks` and `quantised` read weights.
 
     folder: the folder with config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat
-    templates. A format that has all of these inside one large file writes them to a folder of the cache.
+    templates. If a format keeps all of these in one large file, the source writes them to a folder of the cache.
     """
 
     folder: Path
@@ -53,27 +53,30 @@ class Source(Protocol):
 
     @property
     def names(self) -> Any:
-        """The tensor names of the format, as naming.Names; None = the names in the family's published checkpoints."""
+        """The format's map of tensor names (naming.Names); None = the names of the family's published checkpoints."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """The stored form of every weight, by its name in the files. Only headers are read."""
 
     def check(self, with_tokenizer: bool) -> None:
-        """Raise UserError where file names show that weights are missing, or weights or tokenizer cannot be read."""
+        """Raise UserError if file names show that weights are missing, or that weights have a format that is not read.
+
+        with_tokenizer: whether to refuse a tokenizer in a format that is not read, too.
+        """
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor in order, at most BLOCK_BYTES at a time.
+        """Yield the rows of a tensor in order, in blocks of at most BLOCK_BYTES.
 
-        A block may be a view of the bytes that were read. Drop it before you take the next one.
+        A block may be a view of the bytes that were read. Drop each block before you take the next block.
         """
 
     def close(self) -> None:
-        """Close the files. Call it once the weights are in memory. A later read opens the files again."""
+        """Close the files. Call this method once the weights are in memory. A later read opens the files again."""
 
 
 class Wrapped:
-    """A source around another source. Its config and folder are the other source's; subclasses define the tensors."""
+    """A source that wraps another source and has the same config and folder. Subclasses define the tensors."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -97,13 +100,13 @@ class QuantisedSource(Source, Protocol):
     """A source of a format that may have quantised tensors."""
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a quantised tensor as it is stored. `blocks` yields the same weights as floating-point numbers."""
+        """Return the quantised matrix `name` as it is stored. `blocks` yields the same weights as floats."""
 
 
 def open_source(path: Path) -> Source:
-    """Open the model at a path, with the first format that recognises the path.
+    """Open the model at a path with the first format that recognises the path.
 
-    Raises NotFound or UnsupportedModel where no format recognises it. The advice depends on the files that are there.
+    Raises NotFound or UnsupportedModel if no format recognises the path. The message gives advice for the files there.
     """
     files = sorted(file for folder in __path__ for file in Path(folder).glob("[!_]*.py"))
     formats = (importlib.import_module(f"{__name__}.{file.stem}") for file in files)

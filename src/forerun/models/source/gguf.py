@@ -1,8 +1,8 @@
-"""GGUF files, as llama.cpp reads them. They hold config, tokenizer and weights, and most weights are quantised.
+"""Reads GGUF files, the format of llama.cpp, which hold config, tokenizer and weights. Most weights are quantised.
 
 A model is one file or several pieces. config.json and the tokenizer's files are written to a folder of the cache
-(FORERUN_CACHE_DIR, or else ~/.cache/forerun). The folder is named by a hash of the file's header. Weights are read from
-the file on demand.
+(FORERUN_CACHE_DIR, or else ~/.cache/forerun). A hash of the file's header names the folder. Weights are read from the
+file on demand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recognises(path: Path) -> bool:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return as many first bytes of a file as the magic bytes have; no bytes where the file is unreadable."""
+    """Return the first bytes of a file, as many as MAGIC has; no bytes where the file is unreadable."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC))
@@ -53,10 +53,10 @@ def _first_bytes(path: Path) -> bytes:
 
 
 class GgufFile:
-    """One model in a GGUF file, or in several pieces. Opening it reads everything but the weights.
+    """A source of a model in one GGUF file or in several pieces. Opening the file reads everything but the weights.
 
-    path: the file, or any piece. header: a header to use in place of the file's own header. beside: prefixes of the
-    names of tensors that do not belong to the model.
+    path: the file, or any piece. header: a header to use in place of the header in the file. beside: name prefixes of
+    tensors that do not belong to the model.
     """
 
     def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
@@ -74,19 +74,19 @@ class GgufFile:
 
     @property
     def names(self) -> Names:
-        """The names of tensors in the family's GGUF files."""
+        """The map of tensor names for the family's GGUF files."""
         return self._gguf.names
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of the cache with config.json and the tokenizer's files. They are written if they are missing."""
+        """The cache folder with config.json and the tokenizer's files. Missing files are written first."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"".join(factors.tobytes() for factors in self._rope_factors.values())
         name = f"gguf/{hashlib.sha256(key).hexdigest()[:32]}"
         return kept_folder(name, SMALL_FILES, self._write_small_files, f"the tokenizer of {self.path}")
 
     def check(self, with_tokenizer: bool) -> None:
-        """Raise nothing: the file was checked when it was opened. At most, this logs a warning about its tokenizer."""
+        """Log a warning if the file does not say how its tokenizer cuts texts. All else was checked at opening."""
         if with_tokenizer and guesses_cutting(self._header.metadata):
             LOG.warning(NO_CUTTING, self.path)
 
@@ -107,22 +107,25 @@ class GgufFile:
 
     @cached_property
     def next_tensors(self) -> Mapping[str, Stored]:
-        """The stored form of each tensor that does not belong to the model, as in multi-token prediction blocks."""
+        """The stored form of each tensor outside of the model, such as the tensors of multi-token prediction blocks."""
         return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
-        """Whether a tensor does not belong to the model, as in a multi-token prediction block."""
+        """Whether a tensor lies outside of the model, for example in a multi-token prediction block."""
         return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor. See `Source.blocks`. Quantised rows are dequantised to float32."""
+        """Yield the rows of a tensor, see `Source.blocks`. Quantised rows are dequantised to float32.
+
+        From norms, the offset that the file's writer added is subtracted (`Gguf.stored_offset`).
+        """
         inner = name.split(".", 2)[-1]
         offset = self._gguf.stored_offset if "norm" in name and not inner.startswith(self._gguf.as_stored) else 0.0
         for rows in self._whole(name):
             yield HostTensor.of(rows.float32() - np.float32(offset)).to(rows.dtype) if offset else rows
 
     def _whole(self, name: str) -> Iterator[HostTensor]:
-        """Yield all rows of a tensor with the values that the file stores."""
+        """Yield all rows of a tensor, dequantised, with the values in the file; norms still have their offset."""
         entry = self._header.tensors[name]
         if entry.type.unpack is None:
             for numbers in self._rows(name):
@@ -155,7 +158,10 @@ class GgufFile:
             yield entry.type.unpack(rows)
 
     def _rows(self, name: str) -> Iterator[Array]:
-        """Yield a tensor's rows in the order of published checkpoints. A quantised row is bytes [blocks, num_bytes]."""
+        """Yield a tensor's rows in the order of published checkpoints.
+
+        A quantised row is yielded as the stored bytes, uint8 [blocks of the row, bytes of a block].
+        """
         entry = self._header.tensors[name]
         turned = self._rows_of_a_head(name)
         is_vector = len(entry.shape) == 1
@@ -174,7 +180,7 @@ class GgufFile:
         return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
 
     def _rows_of_a_head(self, name: str) -> int:
-        """Return the number of rows of a head, for q and k that are stored in llama.cpp's order; 1 for other tensors.
+        """Return the number of rows of a head if the tensor is a q or k in llama.cpp's row order; 1 for other tensors.
 
         In llama.cpp's order, the rows of the two halves of a head alternate, because llama.cpp rotates neighbouring
         rows together. In published checkpoints, row i and row i + head_dim / 2 are rotated together.
@@ -224,7 +230,7 @@ def _each_expert(header: Header) -> Header:
 
 
 def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple[str, ...]:
-    """Return the prefixes of the tensor names in the blocks that follow the model's last block."""
+    """Return the prefixes of tensor names in the multi-token prediction blocks, which follow the model's last block."""
     num = 0 if gguf.next_blocks is None else header.metadata.get(f"{gguf.architecture}.{gguf.next_blocks}", 0)
     first = config.get("num_hidden_layers")
     if type(num) is not int or type(first) is not int or not 0 <= num <= MOST_NEXT_BLOCKS:
@@ -233,9 +239,9 @@ def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple
 
 
 def _turned_back(rows: Array, turned: int) -> Array:
-    """Return rows of whole heads in the order of published checkpoints, see `GgufFile._rows_of_a_head`.
+    """Reorder rows from llama.cpp's order to the order of published checkpoints, see `GgufFile._rows_of_a_head`.
 
-    turned: the number of rows of a head.
+    rows: the rows of one or more whole heads. turned: the number of rows of a head.
     """
     halves = rows.reshape(-1, turned // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
     return np.ascontiguousarray(halves.reshape(rows.shape))

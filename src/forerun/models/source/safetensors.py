@@ -1,8 +1,8 @@
-"""Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
+"""Reads folders in the format of `save_pretrained`: config.json, the tokenizer's files, and weights in safetensors.
 
-safetensors_file.py reads headers and tensors. A quantised matrix is several tensors, see packings.py. Two kinds of
-quantised matrices are dequantised: matrices in which the inputs of one group are not adjacent, and matrices of 8-bit
-floats where the operators do not compute with 8-bit floats.
+safetensors_file.py reads headers and tensors. A quantised matrix consists of several tensors, see packings.py. Two
+kinds of quantised matrices are dequantised: matrices in which the inputs of one group are not adjacent, and matrices of
+8-bit floats if the operators do not compute with 8-bit floats.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ALL = slice(None)
 
 
 def recognises(path: Path) -> bool:
-    """Whether a path is a folder with a config.json. `check` judges the weights."""
+    """Whether a path is a folder with a config.json. Weights are not looked at; see `SafetensorsFolder.check`."""
     return os.path.lexists(path / CONFIG)
 
 
 class SafetensorsFolder:
-    """A folder with model.safetensors, or with an index and the shards that the index names."""
+    """A source of a folder with model.safetensors, or with an index and the shards that the index names."""
 
     names = None
 
@@ -56,7 +56,7 @@ class SafetensorsFolder:
             file.close()
 
     def check(self, with_tokenizer: bool) -> None:
-        """Raise UserError where the names of the files show a fault, see `Source.check`."""
+        """Raise UserError if the names of the folder's files show a fault, see `Source.check`."""
         names = refusals.names_in(self.folder)
         where = str(self.folder)
         refusals.refuse_without_weights(names, where, lambda name: read_json(self.folder / name))
@@ -66,10 +66,10 @@ class SafetensorsFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:
-        """Every tensor of the files, except the rotary buffers of old checkpoints, which follow from config.json.
+        """The tensors of the files, by name, without the rotary buffers of old checkpoints.
 
-        Files that AutoModel saved have no LM head, and their tensor names lack the prefix "model.". This property adds
-        the prefix.
+        The buffers follow from config.json. Files that AutoModel saved have no LM head, and their tensor names lack the
+        prefix "model.". This property adds the prefix.
         """
         self._open = [OpenFile(path) for path in self._files()]
         entries = {name: entry for file in self._open for name, entry in read_header(file).items()}
@@ -83,7 +83,7 @@ class SafetensorsFolder:
 
     @cached_property
     def matrices(self) -> Mapping[str, Parts]:
-        """The matrices of quantised integers, by their names in the unquantised checkpoint. Raises as `tensors`."""
+        """The quantised matrices with integer codes, by the names of unquantised weights. Raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Layout):
             return {}
@@ -116,9 +116,9 @@ class SafetensorsFolder:
         )
 
     def _groups(self, name: str, num_in: int, group: int) -> npt.NDArray[np.int64] | None:
-        """Return the group of each input; None where the inputs are in the order of their groups.
+        """Return the group of each input, from the tensor `name`; None if the inputs of each group are adjacent.
 
-        Raises ValueError for a group that does not exist.
+        group: the group size. Raises ValueError for a group that does not exist.
         """
         groups = self._entries[name].whole().values.astype(np.int64)
         usual = np.arange(num_in) // group
@@ -158,7 +158,7 @@ class SafetensorsFolder:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The stored form of each tensor, by name.
+        """The stored form of each tensor and of each quantised matrix, by name.
 
         Raises NotFound for a missing file. Raises UnsupportedModel for a broken file, for integers and 8-bit types in
         an unquantised checkpoint, and for quantised matrices that cannot be read.
@@ -208,7 +208,10 @@ class SafetensorsFolder:
             yield HostTensor.of(widened(numbers, scales, first, spans))
 
     def _float_rows(self, name: str) -> Iterator[tuple[HostTensor, HostTensor, int]]:
-        """Yield blocks of rows of a matrix of 8-bit floats, each with all scales and the number of its first row."""
+        """Yield (block, scales, first) for each block of rows of a matrix of 8-bit floats.
+
+        scales: all scales of the matrix. first: the index of the block's first row.
+        """
         matrix = self._floats[name]
         scales = self._entries[matrix.scales].whole()
         if not scales.is_finite():
@@ -267,10 +270,10 @@ open_source = SafetensorsFolder
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A quantised matrix. names: the names of its tensors in the files, by part.
+    """A quantised matrix with integer codes. names: the names of its tensors in the files, by part (see Layout).
 
-    shapes: the shape of each tensor; for the part weight_shape, the two numbers that the tensor holds. groups: int64,
-    the group of each input; None = the inputs are in the order of their groups.
+    shapes: the shape of each tensor, by part; for the part weight_shape, the two numbers that the tensor holds. groups:
+    int64, the group of each input; None = the inputs of each group are adjacent, in the order of the groups.
     """
 
     layout: Layout
@@ -297,7 +300,7 @@ class FloatParts:
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor under its name. A stack of all experts is yielded as one tensor per expert: NAME.0, NAME.1 ..."""
+    """Yield (name, entry) of a tensor. For a stack of all experts, yield one tensor per expert: NAME.0, NAME.1 ..."""
     stacked = STACKED.fullmatch(name)
     if stacked is None or len(entry.shape) != STACKED_SIZES[stacked[2]]:
         yield name, entry
