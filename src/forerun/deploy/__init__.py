@@ -1,1 +1,1 @@
-"""The server and the batch on a Ray cluster: several processes, with an engine on each node."""
+"""Runs the server, or a batch of requests, on a Ray cluster: in several processes, each with one engine."""

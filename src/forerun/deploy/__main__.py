@@ -1,7 +1,7 @@
 """`python -m forerun.deploy port=8000 max_replicas=2`: serves replicas until Ctrl-C (docs/use/scaling.md).
 
-Runs on the Ray cluster of RAY_ADDRESS, or else on the cluster that runs on this machine. Where there is neither, it
-starts a cluster of this machine alone.
+Uses the Ray cluster at RAY_ADDRESS, or else a cluster that runs on this machine. If there is no such cluster, starts a
+cluster that consists of this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXIT_CODE = 2  # errors that the caller can mend
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until Ctrl-C. Returns the exit code."""
+    """Serve until Ctrl-C. Returns the exit code. arguments: texts NAME=VALUE, see `deploy.ray.application`."""
     try:
         given = dict(_pair(argument) for argument in arguments)
         host, port = given.pop("host", "127.0.0.1"), given.pop("port", "8000")

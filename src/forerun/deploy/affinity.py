@@ -1,8 +1,8 @@
-"""Which of several replicas serves a request: one that has run the request's beginning, unless it is too busy.
+"""Chooses the replica that serves a request: a replica that has run the request's beginning, unless it is too busy.
 
-A replica keeps the KV cache of beginnings that it has run, so requests that begin alike should go to the same replica.
-A new beginning goes to the least busy replica. Among equally busy replicas, rendezvous hashing decides (Thaler and
-Ravishankar, 1998), so that proxies agree without asking each other. Nothing here needs Ray.
+A replica keeps the KV cache of the beginnings that it has run, so requests with the same beginning should go to the
+same replica. A new beginning goes to the least busy replica. Among equally busy replicas, rendezvous hashing decides
+(Thaler and Ravishankar, 1998), so that proxies agree without asking each other. This module does not need Ray.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def beginning(body: Any) -> str | None:
-    """Return the beginning of the request in a body, as a text; None where the body is not understood.
+    """Return the beginning of a request, as a text; None where the body is not understood. body: the parsed JSON.
 
-    Requests with the same beginning belong together. In a conversation, the beginning is the instructions and the first
-    turn. So all requests of one conversation belong together, and conversations that share only their instructions do
-    not. In a prompt, the beginning is the first BEGINNING characters or tokens.
+    Requests with the same beginning should go to the same replica. The beginning of a conversation is the instructions
+    and the first turn. So all requests of one conversation have the same beginning, and conversations that share only
+    their instructions have different beginnings. The beginning of a prompt is its first BEGINNING characters or tokens.
     """
     if not isinstance(body, dict):
         return None
@@ -42,7 +42,7 @@ def beginning(body: Any) -> str | None:
 
 
 def _cut(part: Any) -> Any:
-    """Return the beginning of a text or of token ids; of any other content, the beginning of its JSON text."""
+    """Return the first BEGINNING characters of a text or items of a list of token ids; otherwise, of the JSON text."""
     if isinstance(part, str):
         return part[:BEGINNING]
     if isinstance(part, list) and part and all(type(token) is int for token in part):
@@ -51,11 +51,12 @@ def _cut(part: Any) -> Any:
 
 
 def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) -> list[str]:
-    """Return the names of the replicas in the order in which to ask them.
+    """Return the names of the replicas, in the order in which they should be asked to serve a request.
 
-    key: the digest of the request's beginning. queues: name of a replica -> its number of requests. known: the replica
-    that served the last request with this key. This replica comes first as long as it has at most `slack` requests more
-    than the least busy replica. The other replicas are ordered by their queues.
+    key: the digest of the request's beginning. queues: maps each replica's name to its number of requests. known: the
+    replica that served the last request with this key; "" = none. It comes first if it has at most `slack` requests
+    more than the least busy replica. Other replicas are ordered by their number of requests, and then by rendezvous
+    hashing.
     """
     least = min(queues.values(), default=0)
 
@@ -69,7 +70,7 @@ def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) 
 class Keys:
     """ASGI middleware of a proxy. Sets a header to the digest of a request's beginning, unless the client has set it.
 
-    The body is read before the request is passed on, because the body decides where the request goes. header: the
+    The body is read before the request is passed on, because the choice of the replica depends on the body. header: the
     header's name in lower case.
     """
 
@@ -77,7 +78,7 @@ class Keys:
         self._app, self._header = app, header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with the header if it is a POST whose body is understood and not too long."""
+        """Pass a request on. Set the header if the request is a POST whose body is understood and not too long."""
         if scope["type"] != "http" or scope["method"] != "POST" or self._header in MutableHeaders(scope=scope):
             await self._app(scope, receive, send)
             return

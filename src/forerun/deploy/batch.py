@@ -1,12 +1,12 @@
-"""`forerun batch --ray`: an engine on each node of a Ray cluster, and one output file.
+"""`forerun batch --ray`: runs a batch with an engine on each node of a Ray cluster, and writes one output file.
 
-Only the process that was started reads the input and writes the output. It gives each engine a window of requests, and
-fills a place in the window again as soon as an answer is there. If an engine dies, its requests are given to other
-engines, with the same seeds. A request is never with two engines at once, so it has one line in the output.
+Only the process of the command reads the input and writes the output. It keeps a fixed number of requests (the window)
+at each engine, and sends the engine another request as soon as an answer arrives. If an engine dies, its requests are
+given to other engines, with the same seeds. A request is never at two engines at once, so it gets one line of output.
 
-The engines are actors. With Ray Data, progress would be reported and work repeated by blocks of rows. All answers of a
-block would arrive at once, when its last answer is complete. Here each answer is on the disk as soon as it is complete,
-and no answered request is repeated.
+The engines are Ray actors. Ray Data is not used, because it works on blocks of rows: all answers of a block would
+arrive together, once the last answer of the block is complete, and after a failure a whole block would be repeated.
+Here each answer is on the disk as soon as it is complete, and no answered request is repeated.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ NOTE_S = 30.0  # without an engine, until a line says so
 
 
 class Engine:
-    """An actor with one engine. It answers as many requests at once as it gets."""
+    """A Ray actor with one engine. It answers all requests that it has at the same time."""
 
     def __init__(self, config: EngineConfig, served_names: Seq[str]) -> None:
         self._requests = load(config, served_names)
 
     async def answer(self, request: BatchRequest) -> dict[str, Any]:
-        """Return the output line of a request."""
+        """Answer a request, and return the object for its output line."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
         def hear(one: Request) -> None:
@@ -67,7 +67,10 @@ class _Member:
 
 
 class Pool:
-    """`num` engines on a cluster, each with at most `window` requests. A dead engine is replaced."""
+    """Runs `num` engines on a cluster, each with at most `window` requests at a time. A dead engine is replaced.
+
+    make(): starts an engine, and returns its actor. numbers: counts the tokens of all answers.
+    """
 
     def __init__(self, make: Callable[[], Any], num: int, window: int, numbers: Numbers) -> None:
         self._make, self._num, self._window, self._numbers = make, num, window, numbers
@@ -82,9 +85,9 @@ class Pool:
             self._start()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all requests; see `Runner.run`.
+        """Answer all requests; see `Runner.run` in forerun.serve.batch.
 
-        Raises CapacityError where too many engines die, one after another, without an answer from any engine.
+        Raises CapacityError if too many engines die one after another without an answer from any engine.
         """
         try:
             waited_s = 0.0
@@ -120,7 +123,10 @@ class Pool:
         return [*ready, *more]
 
     def _welcome(self, references: Seq[Any]) -> None:
-        """Add each engine that has loaded the model to the ready ones. Raises BadOption where one cannot load it."""
+        """Add each engine that has loaded the model to the ready engines.
+
+        references: the references that are ready. Raises BadOption for an engine that cannot load the model.
+        """
         for reference in references:
             if (member := self._starting.pop(reference, None)) is None:
                 continue
@@ -134,7 +140,7 @@ class Pool:
                 self._mourn()
 
     def _fill(self, requests: Iterator[BatchRequest]) -> None:
-        """Give requests to engines, the emptiest window first, until all windows are full."""
+        """Give requests to the least busy engines until all windows are full or no request is left."""
         while self._ready and (member := min(self._ready, key=lambda m: m.num_asked)).num_asked < self._window:
             request = self._again.popleft() if self._again else next(requests, None)
             if request is None:
@@ -143,7 +149,7 @@ class Pool:
             member.num_asked += 1
 
     def _land(self, references: Seq[Any]) -> list[dict[str, Any]]:
-        """Return the answers that are ready. Requests of a dead engine are given to an engine again later."""
+        """Return the answers among the ready references. Requests of a dead engine are queued for other engines."""
         landed = []
         for reference in references:
             if reference not in self._asked:
@@ -166,7 +172,10 @@ class Pool:
         return landed
 
     def _mourn(self) -> None:
-        """Replace an engine that has died. Raises CapacityError where too many have died since the last answer."""
+        """Start a new engine in place of a dead engine.
+
+        Raises CapacityError if too many engines have died since the last answer.
+        """
         self._num_deaths += 1
         if self._num_deaths > MOST_DEATHS * self._num:
             raise CapacityError(
@@ -179,9 +188,10 @@ class Pool:
 def on_ray(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
     """Return the Place that runs a batch on a Ray cluster (see `Place` in forerun.serve.batch).
 
-    It uses the cluster of RAY_ADDRESS, or else the cluster that runs on this machine. If there is neither, it starts a
-    cluster of this machine alone. num_engines: the number of engines; None = one for each node. num_cpus: the cores of
-    each engine; None = as many as the smallest node has. num_gpus: the GPUs of each engine.
+    The Place uses the cluster at RAY_ADDRESS, or else a cluster that runs on this machine. If there is no such cluster,
+    it starts a cluster that consists of this machine. num_engines: the number of engines; None = the number of nodes
+    with CPUs. num_cpus: the cores of each engine; None = the cores of the smallest node. num_gpus: the GPUs of each
+    engine.
     """
 
     @contextmanager

@@ -8,10 +8,10 @@ _HEAD = "# HELP "
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Join the metrics of several replicas into one text. Each metric comes once, with the samples of all replicas.
+    """Join the metrics of several replicas into one text. Each metric occurs once, with the samples of all replicas.
 
-    texts: name of a replica -> its metrics. Every sample must already have a label, because `replica` is added before
-    the first label.
+    texts: maps each replica's name to its metrics. Every sample must already have a label, because the label `replica`
+    is added before the first label.
     """
     heads, samples = dict[str, list[str]](), dict[str, list[str]]()
     for replica, text in texts.items():

@@ -1,4 +1,4 @@
-"""`forerun serve` as a Ray Serve deployment: replicas of one engine each, behind the proxies of a Ray cluster.
+"""`forerun serve` as a Ray Serve deployment: replicas with one engine each, behind the proxies of a Ray cluster.
 
 Start it with `serve run forerun.deploy.ray:application max_replicas=4`, or with `serve deploy` and a file that has the
 arguments; docs/use/scaling.md describes both. Every replica runs the application of forerun.serve.app. Ray brings HTTP
@@ -89,23 +89,23 @@ def proxy_middleware() -> list[Middleware]:
 class AffineRouter(RequestRouter):
     """Chooses replicas in the order of `affinity.order`. slack: see Scale.
 
-    The load of a replica is the number of open requests that this proxy has sent to it. Ray's own cache of queue
-    lengths is not used, because it learns of changes a round trip late. After a burst of requests, the cache counts
-    requests that were answered long ago, until its entries expire.
+    The load of a replica is the number of open requests that this proxy has sent to the replica. Ray's cache of queue
+    lengths is not used, because it learns of changes a round trip late. After a burst of requests, that cache still
+    counts requests that were answered long ago, until its entries expire.
     """
 
     def initialize_state(self, slack: int = 4) -> None:
-        """Set up the router. Ray calls this with the deployment's arguments."""
+        """Set up the router. Ray calls this method with the router's arguments from the deployment's config."""
         self._slack, self._sent = slack, Counter[ReplicaID]()
         self._known: dict[str, str] = {}  # key -> the name of its replica, the least recently used first
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request. Ray calls this when a request is sent, whether the replica takes it or not."""
+        """Count a request. Ray calls this method when it sends a request, even if the replica then rejects it."""
         super().on_send_request(replica_id)
         self._sent[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request as over. Ray calls this once for each request."""
+        """Subtract a request from the open requests of a replica. Ray calls this method once for each request."""
         super().on_request_completed(replica_id, internal_request_id)
         self._sent -= Counter((replica_id,))
 
@@ -137,12 +137,15 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """A replica. Ray sets `app` to the replica's web application. The services are in `app.state.services`."""
+    """A replica. Ray sets `app` to the replica's web application, whose services are in `app.state.services`."""
 
     app: FastAPI  # Ray sets it
 
     async def check_health(self) -> None:
-        """Raise the failure of the engine. Ray calls this now and then, and replaces a replica that raises."""
+        """Raise the error with which the engine has failed, if it has failed.
+
+        Ray calls this method from time to time, and replaces a replica that raises an error.
+        """
         if (failure := self.app.state.services.failure) is not None:
             raise failure
 
@@ -154,10 +157,10 @@ class Replica:
 
 
 def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) -> Any:
-    """Return the Ray Serve application of a model, for `serve.run`. Raises BadOption.
+    """Return the Ray Serve application of a model, for `serve.run`. Raises BadOption for options that are not possible.
 
-    options: host and port have no effect, because they are set for the proxies (see `serve.start`). If api_key is None,
-    a replica takes FORERUN_API_KEY from the environment in which it runs.
+    options: host and port have no effect, because `serve.start` sets them for the proxies. If api_key is None, a
+    replica takes FORERUN_API_KEY from the environment in which it runs.
     """
     check(options)
 
@@ -198,7 +201,7 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
 
 
 class _OneId:
-    """Removes the header x-request-id from answers, because Ray's proxy writes the same header."""
+    """ASGI middleware that removes the header x-request-id from answers, because Ray's proxy writes it, too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -214,14 +217,14 @@ class _OneId:
 
 
 async def _all_metrics() -> Response:
-    """Answer with the metrics of every replica, whichever replica was asked."""
+    """Return a response with the metrics of all replicas. Any replica may get this request."""
     handle = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
     texts = await asyncio.to_thread(handle.broadcast("own_metrics").results)
     return Response(merged(dict(texts)), media_type=CONTENT_TYPE)
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
-    """Build the application from the arguments of `serve run`, or from the arguments in a file.
+    """Return the Ray Serve application for the arguments of `serve run`, or for the arguments in a file.
 
     The arguments are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names, allow_origins and
     allow_hosts may be lists, or texts separated by commas. Raises BadOption for an argument that cannot be honoured.
