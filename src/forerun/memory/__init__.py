@@ -1,1 +1,1 @@
-"""The memory plan: what an engine will need, computed before anything is loaded, and what this machine has."""
+"""The memory that an engine will need, computed before anything is loaded, and the memory that this machine has."""

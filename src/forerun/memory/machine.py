@@ -1,4 +1,4 @@
-"""The memory that this machine has for a new process now."""
+"""The memory that this machine currently has for a new process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
-    """Return the bytes that a new process may take; None where the system does not tell.
+    """Return the number of bytes that a new process may take; None where the system does not tell.
 
-    On "cuda" this is the number of free bytes of the device. Otherwise it is the smallest of the kernel's MemAvailable
-    and the bytes that each control group of this process still allows. root: the folder that contains /proc and /sys.
+    For "cuda", return the free bytes of the device. For any other device, return the minimum of the kernel's
+    MemAvailable and the bytes that each control group of this process still allows. root: the folder that contains
+    /proc and /sys.
     """
     if device == "cuda":
         import torch
@@ -29,7 +30,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Yield how many bytes each control group of this process still allows.
+    """Yield, for each control group of this process with a memory limit, the bytes that the group still allows.
 
     Versions 1 and 2 of the kernel's interface are read.
     """
@@ -71,10 +72,10 @@ def _read(path: Path) -> str:
 
 
 def spare_what_is_loaded() -> None:
-    """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
+    """Exempt all objects that are alive now from garbage collection. Call this once the models are loaded.
 
-    About once in 800 requests, a full collection would pause all requests for 50 to 100 ms, because libraries hold
-    up to 180,000 objects (with torch). Only forerun's own commands call this. LLM does not, because afterwards cycles
-    among these objects would never be freed.
+    Otherwise, about once in 800 requests, a full collection would pause all requests for 50 to 100 ms, because
+    libraries hold up to 180,000 objects (with torch). Only forerun's commands call this function. The class LLM does
+    not call it, because reference cycles among these objects are never freed afterwards.
     """
     gc.freeze()

@@ -1,9 +1,9 @@
-"""The memory that a configuration needs, computed from sizes alone before any weight or file is read.
+"""Plans the memory that a configuration needs, from sizes alone, before any weight is read.
 
 Weights and KV pools are exact to the byte. For the memory that a step allocates (activations, probability rows), the
 plan has upper bounds that follow the allocating code. The bounds in this file follow drafters/shared/feeding.py and
-engine/step.py; the bounds of each backend are in the backend's own file (ops/cpu/memory.py, ops/torch_memory.py). The
-plan does not count the interpreter, torch where something needs it, tokenizers, and the context of an accelerator.
+engine/step.py; the bounds of each backend are in a separate file (ops/cpu/memory.py, ops/torch_memory.py). The plan
+does not count the interpreter, torch (if it is imported), tokenizers, and the context of an accelerator.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Weights are usually quoted in GB and KV pools in GiB, often both under the
 name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -37,11 +37,11 @@ MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 class MemoryPlan:
     """The memory that a configuration needs, and options that would make it fit.
 
-    available_bytes: None = unknown. suggestions: sets of options; with each set the plan fits while every other option
-    stays as it was. `suggestions` is empty if the plan fits, or if no set of options would make it fit. later: the
-    extra memory that a process takes only after it has run for a long time; the total does not include it.
-    extra_drafts: maps each extra draft model's label to the model's name in the configuration. The names of that
-    draft model's entries among the parts begin with the label.
+    parts: the memory by purpose. available_bytes: None = unknown. suggestions: sets of options; the plan would fit with
+    any one set, if every other option is unchanged. `suggestions` is empty if the plan fits, or if no set of options
+    would make it fit. later: extra memory that a process takes only after it has run for a long time, and that the
+    total does not include. extra_drafts: maps each extra draft model's label to the model's name in the configuration;
+    the names of this model's parts begin with the label.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -72,7 +72,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
-        """Say in words whether the plan fits; if not, also what to change and how many bytes extra drafts need."""
+        """Return a text that says whether the plan fits; if not, also which options to change, if any would help."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -127,13 +127,13 @@ def memory_plan(
 
     extra_drafts: the draft models of the extra drafters, by their names in the configuration. dtype: the dtype of all
     models' weights; the operators decide the dtypes of caches and activations. device: "cpu" or "cuda"; on "cuda" the
-    plan is about the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
-    matrices of "target", "draft" and the extra drafts, by model name. num_taps: the number of the target's inner layers
-    whose hidden states drafters read. made_of_target: the names of draft models that are made of the target: they use
-    the target's weights as they are, or rounded to the draft model's schemes. shared: maps a draft model to the earlier
-    draft model whose weights it uses. beside: the weights of trained heads, by the name of the draft model whose cache
-    they use, or by a name of their own. Raises BadOption as the engine itself would for ops, max_seq_len and
-    kv_cache_tokens.
+    plan counts the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
+    matrices of each model, by model name: "target", "draft" or the name of an extra draft model. num_taps: the number
+    of the target's inner layers whose hidden states drafters read. made_of_target: the names of the draft models that
+    are made of the target. They use the target's weights as they are, or rounded to the draft model's schemes. shared:
+    maps a draft model to the earlier draft model whose weights it uses. beside: the weights of trained heads, by the
+    name of the draft model whose cache a head uses, or by the name of the head. Raises BadOption as the engine would
+    for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -153,8 +153,9 @@ def memory_plan(
 def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: int | None) -> MemoryPlan:
     """Plan several engines that run at once in one process. The engines are loaded one after the other.
 
-    plans(): each engine's plan, by the engine's name. plans(max_batch_size=...) or plans(max_seq_len=...): the plans
-    with that option as an upper limit for every engine. Each suggestion of the result is an option for all engines.
+    plans(): returns each engine's plan, by the engine's name. plans(max_batch_size=...) and plans(max_seq_len=...)
+    return the plans with that option as an upper limit for every engine. Each suggestion of the result is one option
+    for all engines.
     """
 
     def needed(**options: int) -> int:
@@ -190,8 +191,9 @@ class Room(NamedTuple):
 def room_of(config: EngineConfig, spec: Spec) -> Room:
     """Return the context length and the number of tokens in the KV cache: as configured, else by default.
 
-    By default the cache holds 4,096 tokens for each sequence of a batch, and at least 32,768 in all. One sequence may
-    fill the whole cache, up to the model's positions. In a contiguous cache, each sequence may fill an equal share.
+    By default the cache holds 4,096 tokens for each sequence of a batch, and at least 32,768 tokens in all, or fewer if
+    the model has fewer positions. One sequence may fill the whole cache, up to the model's positions. In a contiguous
+    cache, each sequence may fill an equal share.
 
     Raises BadOption where max_seq_len is more than the model's positions.
     """
@@ -210,7 +212,7 @@ def room_of(config: EngineConfig, spec: Spec) -> Room:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Return how many rows (one for each token) BlockCache.create allocates in a layer's pool: whole blocks.
+    """Return the number of rows (one per token) that BlockCache.create allocates in a layer's pool, in whole blocks.
 
     Raises BadOption where `num_tokens` is less than one block.
     """
@@ -228,7 +230,7 @@ def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_toke
 
 @dataclass(frozen=True)
 class _Needs:
-    """The models and options that decide the sizes in a plan."""
+    """The models and options that determine a plan, and the methods that compute the plan's parts from them."""
 
     target: Spec
     drafts: Mapping[str, Spec]
@@ -298,12 +300,12 @@ class _Needs:
 
     @cached_property
     def backends(self) -> Seq[str]:
-        """The backends of all models that run passes of their own; the target's backend comes first."""
+        """The backends of all models that have a pass in `_passes`, without repetition, the target's backend first."""
         return list(dict.fromkeys(self.backend_of[run.name] for run in self._passes()))
 
     @cached_property
     def sizes(self) -> Mapping[str, Sizes]:
-        """The object that knows how many bytes the operators of a backend take, by backend."""
+        """Maps each backend to the object that computes how many bytes the backend's operators take."""
         rounded = frozenset(name for name in self.made if self.schemes[name])
         in_place = self.config.kv_cache_backend == "contiguous"
         wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
@@ -315,9 +317,9 @@ class _Needs:
     def _weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the parts of the plan for these models' weights.
+        """Return the parts of the plan for the weights of `models`.
 
-        beside: trained heads, which are counted with the target's backend.
+        beside: the weights of trained heads, which are counted with the target's backend.
         """
         parts = list[MemoryPart]()
         for backend, sizes in self.sizes.items():
@@ -332,9 +334,9 @@ class _Needs:
         return [self._target_pass(), *(self._draft_pass(name, model) for name, model in with_weights.items())]
 
     def _loading(self, models: Mapping[str, Spec], running: list[MemoryPart]) -> list[MemoryPart]:
-        """Return the extra memory for loading the models one by one, beyond the memory for running them.
+        """Return, as a part of the plan, the extra memory for loading `models` one by one.
 
-        Returns [] where loading takes no more memory than running.
+        This is the memory beyond `running`, the parts for running the models. Returns [] if there is none.
         """
         loaded: dict[str, Spec] = {}
         peak = 0
@@ -394,8 +396,8 @@ class _Needs:
     def _target_pass(self) -> Pass:
         """Return the target's largest pass.
 
-        This pass either runs prompt chunks and verifies the drafts of the other requests, or verifies the drafts of the
-        whole batch.
+        The pass either runs prompt chunks of some requests and verifies the drafts of all other requests, or verifies
+        the drafts of the whole batch.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         verified = self.spec_length + 1
@@ -415,10 +417,10 @@ class _Needs:
         )
 
     def _draft_pass(self, name: str, draft: Spec) -> Pass:
-        """Return a draft model's largest pass, over the committed tokens that its cache lacks.
+        """Return a draft model's largest pass, which runs the committed tokens that are missing in the model's cache.
 
-        These are prompt tokens, as many as the catch-up budget allows, and ROUND_TOKENS tokens that the last round left
-        for each sequence.
+        The missing tokens are prompt tokens, up to the catch-up budget, and, for each sequence, up to ROUND_TOKENS
+        tokens of the last round.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
@@ -427,10 +429,10 @@ class _Needs:
         return Pass(name, draft, num_rows, longest, num_rows, context, num_read, batch)
 
     def _probabilities(self) -> list[MemoryPart]:
-        """Return the memory of one step's dense probability rows, which temperature > 0 needs.
+        """Return the memory of one step's dense probability rows, which requests with temperature > 0 need.
 
-        Greedy requests and drafters without a model have point masses, which take no memory. One drafter serves each
-        sequence, so several draft models together have no more rows than one.
+        Greedy requests and drafters without a model have one-point distributions, which take no memory. Each sequence
+        has one drafter at a time, so several draft models together have no more rows than a single draft model.
         """
         if self.device != "cpu":
             return []
@@ -454,9 +456,9 @@ class _Needs:
 
 
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
-    """Return, for each option, the largest value with which the plan fits while the other options stay.
+    """Return, for each option, the largest value with which the plan fits if the other options are unchanged.
 
-    If no single option helps, return a batch of one sequence with the largest length that fits; [] if none fits.
+    If no single option helps, return max_batch_size=1 with the largest max_seq_len that fits; [] if no length fits.
     """
 
     def fits(**options: Any) -> bool:
