@@ -1,4 +1,4 @@
-"""Gemma 3 with vision, as published for models of 4B parameters and more. Only the text model is read."""
+"""Gemma 3 with vision, as published for models of 4B parameters and more: only the text model is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4 as published, with vision, or with vision and audio. Only the text model is read."""
+"""Gemma 4 as published, with vision, or with vision and audio: only the text model is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4 12B as published, with vision and audio, but without separate encoders. Only the text model is read."""
+"""Gemma 4 12B as published, with vision and audio, but without separate encoders: only the text model is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1, Ministral 3 and similar models as published, with vision. Only the text model is read."""
+"""Mistral Small 3.1, Ministral 3 and similar models as published, with vision: only the text model is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2 VL, which sees images and videos. Only the text model is read; it is a Qwen 2.
+"""Qwen 2 VL, which sees images and videos: only the text model is read; it is a Qwen 2.
 
 Each token has three positions, and each of the three positions rotates a separate section of a head (mrope). In a text,
 the three positions of a token are equal, so the result is the same as with usual rotary positions.

@@ -1,4 +1,4 @@
-"""Qwen 3.5 as published, with vision. Only the text model is read."""
+"""Qwen 3.5 as published, with vision: only the text model is read."""
 
 from __future__ import annotations
 

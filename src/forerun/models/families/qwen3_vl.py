@@ -1,4 +1,4 @@
-"""Qwen 3 VL (dense), which sees images and videos. Only the text model is read; it is a Qwen 3 without windows."""
+"""Qwen 3 VL (dense), which sees images and videos: only the text model is read; it is a Qwen 3 without windows."""
 
 from __future__ import annotations
 

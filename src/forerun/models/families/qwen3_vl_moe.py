@@ -1,4 +1,4 @@
-"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos. Only the text model is read.
+"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos: only the text model is read.
 
 The text model is a Qwen 3 with experts. Published files have one tensor for all experts, stored as inputs x outputs.
 transformers 5 writes a tensor of the same name, but stores it as outputs x inputs.
