@@ -1,9 +1,9 @@
 """Sums, exp, log, sine and cosine that give the same bits on every processor and with every library.
 
-numpy's exp, log, sines and sums differ in their last bits between builds and processors, and so do torch's. Here
-functions are spelled out in additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. Masses
-(sums of weights) are summed as integers, so that the order does not matter. csrc/sampling implements exp, log and
-masses, too, with the same bits.
+The exp, log, sines and sums of numpy and torch differ in their last bits between builds and processors. This module
+computes these functions with additions, multiplications and divisions, which IEEE 754 rounds the same way everywhere.
+Masses (sums of weights) are sums of integers, so that the order does not matter. csrc/sampling also implements exp, log
+and masses, with the same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _COSINE = (
 
 @cache
 def native_sampler() -> Any:
-    """Return native code for sampling from float32 rows, with the same bits as the numpy code; None = use numpy."""
+    """Return the native sampler for float32 rows; None where numpy must be used. Both return the same bits."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 
@@ -79,7 +79,10 @@ def exp(x: Row) -> Row:
 
 
 def _exp_singles(x: Singles, out: Singles) -> None:
-    """Write e^x to `out`. With x = n ln 2 + r, e^r is a polynomial of degree 6 in r, and n goes into the exponent."""
+    """Write e^x to `out`, elementwise.
+
+    With x = n ln 2 + r, a polynomial of degree 7 in r gives e^r, and n is added to the exponent bits of the float32.
+    """
     clipped = np.maximum(x, _LOWEST)
     n = np.rint(clipped * _LOG2_E)
     r = clipped - n * _LN2_HIGH
@@ -144,15 +147,18 @@ def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
 
 
 def tick_bits(num_values: int) -> int:
-    """Return b, so that the largest of `num_values` weights counts as up to 2^b ticks and all sums stay below 2^62."""
+    """Return b: the largest of `num_values` weights counts as at most 2^b ticks.
+
+    With this b, the sum of all `num_values` weights stays below 2^62 ticks.
+    """
     return min(44, 62 - num_values.bit_length())
 
 
 def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
-    """Return weights >= 0 as whole numbers of ticks, int64 [n]. A tick is at most 2^-43 of the largest weight.
+    """Return weights >= 0 as whole numbers of ticks, int64 [n]. Integers have the same sum in every order.
 
-    A tick is a power of two. Integers add up to the same sum in every order. Rounding to ticks changes each weight by
-    less than 2^-44 of the largest weight, which is less than float32 itself rounds away.
+    A tick is a power of two. For fewer than 2^18 values, a tick is at most 2^-43 of `largest`, the largest weight.
+    Rounding then changes each weight by at most 2^-44 of `largest`, which is less than the rounding error of float32.
     """
     scale = 2.0 ** (tick_bits(num_values) - math.frexp(largest)[1])
     return np.rint(np.multiply(weights, scale, dtype=np.float64)).astype(np.int64)

@@ -1,12 +1,13 @@
-"""The token ids that may come next where a grammar (JSON schema, regex, choice of texts, rules) binds an output.
+"""Computes which token ids may come next in an output that must follow a grammar.
 
-llguidance compiles the grammar and computes which tokens may follow a text (github.com/guidance-ai/llguidance). This
-file has the forms in which requests give grammars, the vocabulary that llguidance needs, the limits of compiling, and
-the state of a grammar along a sequence and along every path of its drafts. A forbidden id has probability 0, both in
-the target's and in a draft model's distributions, so that verification needs no case for grammars (docs/exactness.md).
+A grammar is a JSON schema, a regex, a choice of texts, or rules. llguidance compiles the grammar and computes which
+tokens may follow a text (github.com/guidance-ai/llguidance). This file converts the grammars of requests, gives the
+vocabulary to llguidance, limits compiling, and keeps the state of a grammar for each sequence and each path of its
+drafts. A forbidden id has probability 0 in the distributions of the target and of draft models. So verification needs
+no special case for grammars (docs/exactness.md).
 
-Where the grammar leaves only one text for the next characters, llguidance allows only the token with which the
-tokenizer would begin that text, and no other spelling.
+Where the grammar allows only one text for the next characters, llguidance allows only the token with which the
+tokenizer would begin that text, and no other tokenization.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Allowed(NamedTuple):
 
 
 class Vocabulary:
-    """The tokens of one tokenizer in llguidance's form, and the grammars that were compiled for these tokens.
+    """Holds the tokens of one tokenizer in llguidance's form, and a cache of the grammars compiled for these tokens.
 
     Raises BadOption where the tokenizer does not tell which bytes a token stands for.
     """
@@ -107,11 +108,11 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compiled(self, params: SamplingParams, num_bytes: int = LEAST_BYTES) -> Grammar | None:
-        """Return a request's grammar; None where the request has none. May be called from any thread.
+        """Return the compiled grammar of a request; None where the request has no grammar. Any thread may call this.
 
-        A grammar that was compiled for an earlier request is not compiled again. num_bytes: the memory of the compiled
-        grammar, where it was measured. Raises BadOption for a grammar that cannot be honoured, or that takes too much
-        time or memory.
+        A grammar that is in the cache is not compiled again. num_bytes: the measured memory of the compiled grammar, in
+        bytes; at least LEAST_BYTES are counted. Raises BadOption for a grammar that llguidance cannot compile, or that
+        takes too much time or memory.
         """
         if (key := params.constraint) is None:
             return None
@@ -123,15 +124,21 @@ class Vocabulary:
         return grammar
 
     def has(self, key: tuple[str, str]) -> bool:
-        """Return whether a compiled grammar is kept. Raises BadOption if it was refused. key: as in `Grammar`."""
+        """Return whether the cache has the compiled grammar of `key`. key: as in `Grammar`.
+
+        Raises BadOption if the cache has a refusal of this grammar (`refuse`).
+        """
         return self._find(key) is not None
 
     def refuse(self, key: tuple[str, str], refusal: BadOption) -> None:
-        """Remember that a grammar is refused, so that the next request for it is refused at once."""
+        """Store the error `refusal` for the grammar of `key`. Later requests for this grammar raise it at once."""
         self._keep(key, refusal)
 
     def forget(self, grammar: Grammar) -> None:
-        """Drop a grammar whose lexer, which requests share, has failed. The next request compiles it anew."""
+        """Remove a compiled grammar from the cache, so that the next request compiles the grammar again.
+
+        Used where the grammar's lexer, which all its requests share, has failed.
+        """
         with self._lock:
             if self._kept.get(grammar.key) is grammar:
                 del self._kept[grammar.key]
@@ -160,7 +167,10 @@ _making = threading.Lock()
 
 
 def vocabulary(tokenizer: Spelling) -> Vocabulary:
-    """Return the Vocabulary of a tokenizer. The first call takes some tenths of a second. Raises as Vocabulary."""
+    """Return the Vocabulary of a tokenizer. The first call takes some tenths of a second.
+
+    Raises BadOption where the tokenizer does not tell which bytes a token stands for.
+    """
     with _making:
         if tokenizer not in _vocabularies:
             _vocabularies[tokenizer] = Vocabulary(tokenizer)
@@ -168,7 +178,7 @@ def vocabulary(tokenizer: Spelling) -> Vocabulary:
 
 
 class _Wrapper:
-    """A tokenizer as llguidance reads it: bytes by id, special ids, and how a text inside another is encoded."""
+    """Adapts a tokenizer to the interface of llguidance: the bytes of each token, special ids, and a call to encode."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -182,7 +192,11 @@ class _Wrapper:
         self._guard = tokenizer.encode("\x02", add_special_tokens=False)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Encode a text that follows another text, without the blank that some tokenizers put before a whole text."""
+        """Return the token ids of `text` as it is encoded within a longer text.
+
+        So there is no blank in front, which some tokenizers add to a whole text. A name of a special token is encoded
+        as plain text.
+        """
         tokenizer = self._tokenizer()
         given = text.decode() if isinstance(text, bytes) else text
         if tokenizer is None or not given:
@@ -202,7 +216,7 @@ _IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?
 
 
 class Grammar:
-    """One compiled grammar over a vocabulary. key: (kind, text), as in `SamplingParams.constraint`.
+    """Holds one grammar, compiled for a vocabulary. key: (kind, text), as in `SamplingParams.constraint`.
 
     Raises BadOption where llguidance refuses the grammar, or where the grammar takes too much time or memory.
     """
@@ -229,9 +243,10 @@ class Grammar:
         self._walk()
 
     def _walk(self) -> None:
-        """Raise BadOption where computing the mask of one of the first tokens takes too long.
+        """Raise BadOption where the masks along a random path of at most 16 tokens take too long.
 
-        The masks are tried before any request uses them, because slow masks would delay the engine's steps.
+        A mask, and the reading of a token, may each take at most MOST_MASK_S seconds of processor time. They are timed
+        before a request uses the grammar, because slow masks would delay the engine's steps.
         """
         matcher = self.matcher()
         chance = np.random.default_rng(0)
@@ -262,7 +277,7 @@ class Grammar:
         return self._start.deep_copy()
 
     def _refuse(self, matcher: LLMatcher) -> None:
-        """Raise BadOption where a matcher has failed: the grammar is wrong, or more complex than the limits."""
+        """Raise BadOption where a matcher has failed, because the grammar is wrong or exceeds llguidance's limits."""
         if matcher.is_error():
             name, why = self.name, matcher.get_error()
             if name == "grammar" and (match := _IN_SCHEMA.search(why)):
@@ -282,9 +297,10 @@ class Grammar:
 
 @dataclass(eq=False)
 class GrammarState:
-    """The state of a grammar along one sequence: after the committed tokens, or after some path of a draft.
+    """Holds the state of a grammar for one sequence: after the committed tokens, or after a path of drafted tokens.
 
-    A state is used only by the engine's thread. From call to call the committed tokens only grow; none of them changes.
+    Only the engine's thread uses a state. Between calls, tokens may be appended to `committed`, but its earlier tokens
+    must not change.
     """
 
     grammar: Grammar
@@ -311,16 +327,16 @@ class GrammarState:
     def may_draft(self) -> bool:
         """Whether drafters may query the grammar.
 
-        True if the grammar has not failed, and took less than DRAFT_S both in this step and in the step before.
+        True if the grammar has not failed, and took less than DRAFT_S seconds in this step and in the step before.
         """
         return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the token ids that may follow the committed tokens, the prompt included, and the drafted tokens.
+        """Return the token ids that may follow `committed` (prompt included) and `drafted`.
 
-        Ids that end the output are allowed where the grammar may end. A special id that ends the output is also allowed
-        where the grammar names it. Raises BadOption for tokens that the grammar refuses, and where the grammar exceeds
-        the limits.
+        End ids are allowed where the grammar may end. An end id that is a special token is also allowed where the
+        grammar names this token. Raises BadOption if the grammar refuses one of the given tokens, or exceeds its
+        limits.
         """
         if len(committed) != self._num_committed or len(self._masks) > MOST_MASKS:
             self._masks, self._num_committed = {}, len(committed)
@@ -332,13 +348,13 @@ class GrammarState:
         return allowed
 
     def takes(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Return whether the grammar allows the drafted tokens after the committed tokens, in whatever spelling."""
+        """Return whether the grammar allows the text of `drafted` after `committed`, under any tokenization."""
         return self._go(committed, drafted)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether nothing can follow the tokens, because they are a whole text of the grammar.
+        """Return whether no token can follow `committed` and `drafted`, because the grammar is complete.
 
-        Returns False where computing this exceeds the limits. Then only this request fails, and only later (`failure`).
+        Returns False where this computation exceeds the grammar's limits. The request then ends later, with `failure`.
         """
         try:
             return self._go(committed, drafted) and self._at.matcher.is_stopped() and not self._at.matcher.is_error()
@@ -346,7 +362,11 @@ class GrammarState:
             return False
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
-        """Return the tokens that must come next, as far as there is only one possible text with only one spelling."""
+        """Return the tokens that must follow `committed` and `drafted`; [] where several texts are possible.
+
+        The tokens end where the grammar allows a second text, or where the text has a second tokenization. Returns []
+        also where `may_draft` is False, and where the grammar refuses the given tokens or exceeds its limits.
+        """
         try:
             if not self.may_draft or not self._go(committed, drafted):
                 return []
@@ -360,7 +380,10 @@ class GrammarState:
         return Behind(self, committed, tuple(sure))
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Move the matcher to the end of these tokens, and return whether the grammar takes them. Raises `failure`."""
+        """Move the matcher to the end of `committed` and `drafted`, and return whether the grammar allows these tokens.
+
+        Raises `failure` if it is set, and BadOption where the matcher fails or the time limit is exceeded.
+        """
         if self.failure is not None:
             raise self.failure
         had = self._at.num_sure
@@ -399,10 +422,10 @@ class GrammarState:
         self._left_s -= 0.0 if is_draft else taken_s  # drafts have their own limit, and no request ends by them
 
     def _check(self, is_draft: bool) -> None:
-        """Raise BadOption where the matcher has failed, or the request has taken too much time.
+        """Raise BadOption where the matcher has failed, or where the request's grammar has taken too much time.
 
-        The error is kept as `failure`, so that it ends the request. An error after drafted tokens is not kept, because
-        these tokens may never be committed.
+        is_draft: whether the matcher has read drafted tokens. If not, the error is kept as `failure` and ends the
+        request. After drafted tokens the error is not kept, because these tokens may never be committed.
         """
         try:
             self.grammar.check(self._at.matcher)
@@ -422,7 +445,7 @@ class GrammarState:
 
 
 def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
-    """Return a copy of logits [V] in which every id that may not come next has -inf."""
+    """Return a copy of the logits `row` [V] with -inf for every id that is not in `allowed`."""
     bits = allowed.bits[: len(row)]
     out = np.full_like(row, -np.inf)
     np.copyto(out[: len(bits)], row[: len(bits)], where=bits)
@@ -433,7 +456,7 @@ def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
 
 
 def is_short(key: tuple[str, str]) -> bool:
-    """Return whether a grammar is known to compile quickly. key: as in `Grammar`."""
+    """Return whether a grammar is short and simple, so that it surely compiles quickly. key: as in `Grammar`."""
     kind, text = key
     most = _SHORT_RULES_CHARS if kind == "grammar" else _SHORT_CHARS
     return kind == "choice" or (len(text) <= most and _PRODUCTS.search(text) is None)
@@ -459,7 +482,10 @@ def _source(kind: str, text: str) -> str:
 
 
 def _refuse_values(name: str, schema: Any) -> None:
-    """Raise BadOption for a schema of too many values, and for one that llguidance would read wrongly."""
+    """Raise BadOption for a schema with more than MOST_VALUES values, or with bounds that llguidance misreads.
+
+    name: the request's field that holds the schema.
+    """
     num, waiting = 0, [schema]
     while waiting:
         one = waiting.pop()
@@ -472,7 +498,7 @@ def _refuse_values(name: str, schema: Any) -> None:
 
 
 def _telling(schema: Any) -> Any:
-    """Return a schema with only the entries that restrict the text."""
+    """Return a copy of a schema that has only the entries that restrict the text, at all depths."""
     if isinstance(schema, list):
         return [_telling(one) for one in schema]
     if not isinstance(schema, dict):
@@ -494,9 +520,9 @@ def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_multiples(name: str, text: str) -> None:
-    """Raise BadOption where compiling the multipleOf values of a schema takes minutes.
+    """Raise BadOption where the product of the multipleOf values in `text` is above MOST_REMAINDERS.
 
-    The automaton counts remainders of the product of these values.
+    The automaton counts remainders modulo this product, so compiling it would take minutes.
     """
     plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
     product = 1
@@ -518,7 +544,10 @@ def _without_anchors(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark's form. A grammar of llama.cpp (GBNF), which has ::= in its rules, is converted."""
+    """Return a grammar in Lark's form. A grammar of llama.cpp (GBNF), which has ::= in its rules, is converted.
+
+    Raises BadOption for a grammar that cannot be converted.
+    """
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

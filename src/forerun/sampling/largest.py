@@ -1,7 +1,8 @@
 """The ids of the largest logits in each of many rows; the lowest ids on ties.
 
-Libraries do not define which of several equal values their sorts take. Besides, an argmax or topk of torch wakes
-torch's own team of threads, and then the next pass of the operators' team takes several milliseconds longer.
+numpy and torch do not define which of several equal values their partial sorts take. Also, argmax and topk of torch
+wake torch's thread pool. The next pass of the operators, which have another thread pool, then takes several
+milliseconds longer.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ def best(logits: npt.ArrayLike) -> list[int]:
 
 
 def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
-    """Return the ids and the values of the `num` largest logits in each row of [R, ids], largest first, each [R, num].
+    """Return the ids and the values of the `num` largest logits in each row of logits [R, ids].
 
-    On ties the lowest ids are taken.
+    Both arrays are [R, num], with the largest logit first. On ties the lowest ids are taken. If a row has fewer than
+    `num` ids, all its ids are returned.
     """
     rows = np.asarray(logits)
     num = min(num, rows.shape[1])
@@ -34,10 +36,10 @@ def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
 
 
 def _top(row: Rows, num: int) -> Ids:
-    """Return the ids of the `num` largest values of a row.
+    """Return the ids of the `num` largest values of a row, largest first, the lowest ids on ties.
 
-    The columns form n groups: i, i + n, i + 2n, ... are group i. The least of the `num` largest group maxima is a
-    threshold that at least `num` values reach. So only the values that reach this threshold are sorted.
+    The ids form n groups: group i has the ids i, i + n, i + 2n, ... The smallest of the `num` largest group maxima is a
+    threshold that at least `num` values reach. So only values that reach this threshold are sorted.
     """
     num_groups = len(row) // _STRIPES
     candidates = np.arange(len(row))

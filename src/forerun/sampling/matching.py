@@ -1,8 +1,8 @@
-"""A matcher of llguidance that moves between the paths of a sequence's drafts.
+"""A llguidance matcher that follows the committed tokens of a sequence and the paths of its drafts.
 
-llguidance can roll a matcher back by a number of tokens, but the matcher's answers are wrong afterwards
+llguidance can roll a matcher back by a number of tokens, but the matcher's masks are wrong afterwards
 (docs/development/log.md). So no matcher is ever rolled back. One matcher stays at the end of the committed tokens, and
-a copy of this matcher moves along each new path.
+a copy of this matcher reads each new path of drafted tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Matching:
-    """A matcher at the end of a sequence's committed tokens, or at the end of some path of a draft.
+    """Holds a llguidance matcher that has read a sequence's committed tokens, and possibly a path of drafted tokens.
 
-    begin: makes a matcher at the beginning of the grammar. num_prompt_tokens: the number of committed tokens before the
-    text that must follow the grammar.
+    begin(): returns a new matcher at the beginning of the grammar. num_prompt_tokens: the number of committed tokens
+    before the text that must follow the grammar.
     """
 
     def __init__(self, begin: Callable[[], LLMatcher], num_prompt_tokens: int) -> None:
@@ -26,7 +26,7 @@ class Matching:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget the tokens that were read, and start with a new matcher. A matcher that has failed cannot go on."""
+        """Replace the matcher with a new matcher that has read no tokens. A failed matcher cannot be used again."""
         self.matcher = self._begin()
         # Never asked for a mask: a matcher keeps its answers, and its copies keep them, too, even on another path.
         self._sure = self._begin()
@@ -34,9 +34,9 @@ class Matching:
         self.num_sure = 0  # tokens that were read and are committed
 
     def go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Move the matcher to the end of these tokens, and return whether the grammar takes them.
+        """Move the matcher to the end of `committed` and `drafted`, and return whether the grammar allows these tokens.
 
-        From call to call the committed tokens only grow; none of them changes.
+        Between calls, tokens may be appended to `committed`, but its earlier tokens must not change.
         """
         read, first, had = self._read, self._num_prompt_tokens, self.num_sure
         wanted = [*committed[first + had :], *drafted]  # the tokens after those that are sure already

@@ -1,17 +1,18 @@
-"""Logits -> probs: one pipeline for plain decoding, verification and drafting.
+"""Turns logits into probabilities, with one pipeline for plain decoding, verification and drafting.
 
-The order is a convention that every row of every model shares (docs/exactness.md). The filters follow Hugging Face's
+Every row of every model goes through the steps in this order (docs/exactness.md). The filters follow Hugging Face's
 logits warpers, with exact tie rules added:
 
     logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens, grammar
     -> greedy requests end here -> temperature -> top-k -> min-p -> top-p -> softmax
 
-forced_eos_token_id comes before all of these: at the last place within the length limit, only this id is possible.
+forced_eos_token_id is applied before all these steps: at the last position within the length limit, only this id is
+possible.
 
-Rows are processed one at a time on purpose, so that the result for a row cannot depend on how many rows a step has. The
-arithmetic runs on the host, whatever device the logits come from. For float32 rows `_argmax` and `_probs` are written
-twice: in numpy, and as a native implementation (csrc/sampling.cpp), which returns the same bits and is used where it
-was built.
+Rows are processed one at a time, so that the result for a row cannot depend on how many rows a step has. The
+arithmetic runs on the host, whatever device the logits come from. For float32 rows, `_argmax` and `_probs` exist twice:
+in numpy, and as native code (csrc/sampling.cpp). Both return the same bits. Where the native code was built, it is
+used.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class History:
-    """The tokens before the token that is being decided: prompt, committed output, and drafted tokens.
+    """Holds the tokens that precede the next token: prompt, committed output, and drafted tokens.
 
-    A history is a view of the sequence at this moment. After the next commit it is no longer valid.
+    A history refers to the sequence's lists without copying them, so it is no longer valid after the next commit.
     """
 
     committed: Seq[int] = ()  # prompt and output
@@ -54,7 +55,7 @@ class History:
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
-        """Return the history of the token after `seq` and `drafted`. Copies nothing, however long the sequence is."""
+        """Return the history for the token that follows `seq` and `drafted`. No tokens are copied."""
         return History(
             seq.tokens,
             seq.num_prompt_tokens,
@@ -68,7 +69,7 @@ class History:
 
     @property
     def tokens(self) -> Seq[int]:
-        """All tokens, in order."""
+        """All tokens of the history, in order: the committed tokens, then the drafted tokens."""
         return _Joined(self.committed, self.drafted) if self.drafted else self.committed
 
     @property
@@ -77,15 +78,18 @@ class History:
         return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
 
     def forced(self, params: SamplingParams) -> int | None:
-        """Return forced_eos_token_id if the next token is the last that `max_len` allows.
+        """Return params.forced_eos_token_id if the next token is the last token that `max_len` allows.
 
-        None for earlier tokens, or if no such id is set.
+        Returns None for earlier tokens, and if forced_eos_token_id is not set.
         """
         is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
         return params.forced_eos_token_id if is_last else None
 
     def allowed(self) -> Allowed | None:
-        """Return the token ids that the grammar allows next; None without a grammar. Raises as `Constraint.allowed`."""
+        """Return the token ids that the grammar allows next; None without a grammar.
+
+        Raises BadOption where the grammar refuses the tokens of the history, or exceeds its limits.
+        """
         allowed: Allowed | None = None
         if self.grammar is not None:
             allowed = self.grammar.allowed(self.committed, self.drafted)
@@ -106,7 +110,7 @@ class History:
 
 
 class _Joined(Seq[int]):
-    """Two sequences read as one. Nothing is copied, because most requests never look at their history."""
+    """Presents two token sequences as one. Copies nothing, because most requests never read their history."""
 
     def __init__(self, head: Seq[int], tail: Seq[int]) -> None:
         self._head, self._tail = head, tail
@@ -129,14 +133,15 @@ class _Joined(Seq[int]):
 
 
 def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
-    """Return the distribution that the next token is drawn from.
+    """Return the distribution from which the next token is drawn.
 
-    logits [V]: anything that numpy accepts as an array of float32 or float64. The width is kept, and the logits are
-    never modified. A greedy request gets a point mass, the lowest id on ties. Any other request gets a vector [V] in
-    which every removed id has exactly 0. Where filters left few ids of many, the request gets a list instead: the ids
-    with a probability above 0. soft: whether a greedy request gets the distribution at temperature 1 as well
-    (Probs.soft). Raises BadOption where bias, bad words, min_tokens and grammar leave no id, or where a bias names an
-    id beyond V; InternalError where the model's own logits hold NaN, or their maximum is infinite.
+    logits [V]: anything that numpy converts to an array; float32 and float64 keep their width. The logits are never
+    modified. The result is a point mass for a greedy request (the lowest id on ties), and where only one id is
+    possible because of forced_eos_token_id or a grammar. Otherwise it is a vector [V] in which each removed id has
+    exactly 0. Where the filters keep few ids of a wide vocabulary (`most_listed`), it is a list of the ids with a
+    probability above 0. soft: whether a point mass also gets the distribution at temperature 1 (Probs.soft).
+    Raises BadOption where bias, bad words, min_tokens and grammar forbid all ids, or where a bias names an id outside
+    0 .. V - 1. Raises InternalError where the model's logits hold NaN, or their maximum is infinite.
     """
     if (forced := history.forced(params)) is not None:
         return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
@@ -160,7 +165,7 @@ def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = Hist
 
 
 def row_of(logits: npt.ArrayLike) -> Row:
-    """Return logits [V] as a contiguous array, float32 or wider. Such an array is returned without a copy."""
+    """Return logits [V] as a contiguous array, float32 or wider. If `logits` already is one, it is not copied."""
     row: Row = np.ascontiguousarray(logits)
     return row if row.itemsize >= 4 and row.dtype.kind == "f" else row.astype(np.float32)
 
@@ -174,7 +179,7 @@ def _no_probs(row: Row) -> Exception:
 
 
 def _bias(row: Row, params: SamplingParams) -> Row:
-    """Return the logits with params.logit_bias added. Raises BadOption for ids beyond the vocabulary."""
+    """Return the logits with params.logit_bias added. Raises BadOption if the bias names an id beyond the row."""
     if not params.logit_bias:
         return row
     beyond = [token for token in params.logit_bias if not 0 <= token < len(row)]
@@ -189,8 +194,8 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
     """Apply the repetition penalty to ids of prompt and output, and the other penalties only to ids of the output.
 
     The repetition penalty (Keskar et al. 2019) divides positive logits and multiplies all others, once per id, however
-    often the id occurred. It is not invariant to a shift of the logits. So `row` must hold logits; only a beam search
-    penalises log-probabilities (`likeliest`).
+    often the id occurred. Adding a constant to all logits would change the effect of this penalty. So `row` must hold
+    logits; only a beam search penalises log-probabilities (`likeliest`).
     """
     presence, frequency = params.presence_penalty, params.frequency_penalty
     if params.repetition_penalty == 1 and presence == 0 and frequency == 0:
@@ -209,7 +214,11 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
-    """Forbid ids that the grammar excludes, the last id of a bad word that has begun, and end ids before min_tokens."""
+    """Return the row with -inf for each forbidden id.
+
+    Forbidden are ids that the grammar excludes, the last id of a bad word if the history ends with the word's other
+    ids, and end ids before min_tokens.
+    """
     if (allowed := history.allowed()) is not None:
         row = masked(row, allowed)
     banned = {word[-1] for word in history.bad_word_ids if _ends_with(history.tokens, word[:-1])}
@@ -224,7 +233,10 @@ def _mask(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _only(params: SamplingParams, history: History) -> int | None:
-    """Return the id that the grammar allows next, if there is only one. None where other options may forbid the id."""
+    """Return the id that the grammar allows next, if it allows exactly one id; otherwise None.
+
+    Also returns None where other options (`_adjusts`) may forbid this id.
+    """
     allowed = history.allowed()
     return None if allowed is None or _adjusts(params, history.bad_word_ids) else allowed.only
 
@@ -235,15 +247,19 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether each row's distribution is a point at its largest logit, unless the history forces an id.
+    """Return whether `probs` always returns a point mass at the row's largest logit, unless the history forces an id.
 
-    If so, the other logits are not needed, because `probs` would only look at them and return that point.
+    If so, a caller needs only the id of the largest logit of each row, and no other logits.
     """
     return params.greedy and only_filters(params, bad_word_ids)
 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether only the filters (`filters_of`) change a row's distribution, unless the history forces an id."""
+    """Return whether a request's rows need nothing but the filters (`filters_of`), unless the history forces an id.
+
+    Returns False where bias, penalties, bad words, min_tokens or a constraint may change a row, and where the request
+    wants log-probabilities.
+    """
     return params.logprobs is None and not params.is_held and not _adjusts(params, bad_word_ids)
 
 
@@ -262,9 +278,10 @@ Filters = tuple[float, int, float, float, int]
 
 
 def filters_of(params: SamplingParams, width: int) -> Filters:
-    """Return (temperature, top_k, log of min_p, top_p, the most ids that are listed), as all implementations take them.
+    """Return the settings of the filters: (temperature, top_k, log of min_p, top_p, most_listed).
 
-    width: the number of ids in a row. A temperature of 0 stands for a point at the largest logit.
+    width: the number of ids in a row. most_listed: the result of `most_listed`. The numpy code, the native code and the
+    code for devices all take this tuple. A temperature of 0 stands for a point mass at the largest logit.
     """
     if params.greedy:
         return 0.0, 0, -math.inf, 1.0, 0
@@ -273,7 +290,10 @@ def filters_of(params: SamplingParams, width: int) -> Filters:
 
 
 def most_listed(width: int) -> int:
-    """Return how many ids a distribution may list at most; 0 for a narrow row, where a vector is as cheap."""
+    """Return the largest number of ids with which a distribution becomes a list instead of a vector.
+
+    width: the number of ids in a row. Returns 0 for a narrow row, where a vector is as cheap as a list.
+    """
     return width // 16 if width >= 4096 else 0
 
 
@@ -336,9 +356,9 @@ def _subset(ids: Ids | None, kept: Ids) -> Ids:
 
 
 def _largest(values: Row, k: int) -> Ids:
-    """Return the indices of exactly k largest values, in ascending order.
+    """Return the indices of the k largest values, in ascending order.
 
-    Ties at the k-th value go to the lowest indices.
+    Where values are equal to the k-th largest value, the lowest indices are taken, so that there are exactly k.
     """
     if k == len(values):
         return np.arange(k)
@@ -347,7 +367,7 @@ def _largest(values: Row, k: int) -> Ids:
 
 
 def _above(values: Row, threshold: Any, k: int) -> Ids:
-    """Return the indices of the k largest values. threshold: the k-th largest value."""
+    """Return the indices of the k largest values; the lowest indices on ties. threshold: the k-th largest value."""
     kept = np.flatnonzero(values >= threshold)
     if len(kept) == k:
         return kept
@@ -356,10 +376,11 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 
 
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
-    """Return the indices of the largest values, as few as have a mass of at least top_p (Holtzman 2020).
+    """Return the indices of the fewest largest logits whose softmax probabilities sum to top_p (Holtzman 2020).
 
-    The mass is a share of the sum of `values`. Only values above a threshold are candidates. The threshold is lowered
-    until the candidates have enough mass, so that of 100,000 peaked values only a few dozen are sorted.
+    values: logits, the largest 0; the softmax is over `values` alone. width: the number of ids in the row. Only logits
+    above a threshold are sorted. The threshold is lowered until these logits have enough probability. So of 100,000
+    logits of a peaked distribution, only a few dozen are sorted.
     """
     mass = _countable(values, width)
     goal = _goal(mass, top_p)
@@ -376,16 +397,20 @@ def _nucleus(values: Row, top_p: float, width: int) -> Ids:
 
 
 def _countable(values: Row, width: int) -> npt.NDArray[Any]:
-    """Return the weight e^logit of each logit, in a form for sums.
+    """Return the weights e^logit of the logits `values`, in a form that can be summed.
 
-    float32 weights become ticks, so that the order of a sum does not matter. float64 weights stay as they are.
+    For float32 logits, the weights are integer ticks, whose sum does not depend on the order. For float64 logits, the
+    weights are float64. width: the number of ids in the row.
     """
     weights = arithmetic.exp(values)
     return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
 
 
 def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
-    """Return the share top_p < 1 of the total mass. A share of ticks is rounded up, but is never above the total."""
+    """Return top_p times the sum of `mass`: the sum that the nucleus must reach. top_p must be below 1.
+
+    If `mass` holds ticks, the result is rounded up to a whole number of ticks.
+    """
     share = top_p * float(mass.sum())
     return share if mass.dtype != np.int64 else math.ceil(share)
 
@@ -398,9 +423,9 @@ def likeliest(
 ) -> tuple[list[int], list[float]]:
     """Return the `num` token ids that a beam search scores highest, and their scores, best first, lowest id on ties.
 
-    logits [V]. Scores are float64 log-probabilities. Bias, penalties and masks change these log-probabilities, as they
-    change logits elsewhere, and the result is not normalised again. The beam search of transformers does the same. Ids
-    of score -inf are left out, so that there may be fewer than `num`.
+    logits [V]. Scores are float64 log-probabilities. Bias, penalties and masks are applied to these log-probabilities
+    instead of the logits, and the result is not normalised again, as in the beam search of transformers. Ids with score
+    -inf are left out, so there may be fewer than `num` ids. An id forced by forced_eos_token_id has score 0.
     """
     if (forced := history.forced(params)) is not None:
         return [forced], [0.0]
@@ -420,9 +445,9 @@ def likeliest(
 
 
 def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob:
-    """Return natural log-probabilities of `token` and of the `num_top` likeliest ids, by the model's raw distribution.
+    """Return natural log-probabilities of `token` and of the `num_top` likeliest ids under the raw distribution.
 
-    logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
+    logits [V]: the model's logits, before bias, penalties and temperature. On ties, the lowest id comes first.
     """
     row = row_of(logits)
     log_mass = _log_mass(row)

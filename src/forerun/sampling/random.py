@@ -1,15 +1,15 @@
-"""Randomness as an argument: a counter-based generator, and the coins (random decisions) of a round made from it.
+"""A counter-based random generator, and the coins (random decisions) of a round, which callers pass as an argument.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011); numpy's Philox
-is the 4x64 variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no
-draw can depend on the batch, on neighbours, or on how many numbers other requests used:
+is the 4x64 variant. Every number is a function of only (seed, position, purpose, round, lane). So no draw can depend on
+the batch, on other rows, or on how many numbers other requests used:
 
     key      the two halves of the request's 64-bit seed, low word first
     counter  (absolute index of the token that is decided, purpose, round, lane or lane block)
 
-For float32 distributions `_place` and `_race` are written twice: here, and as a native implementation, which returns
-the same ids and is used where it was built (csrc/sampling_race.cpp). For proofs there is a second source of randomness
-in forerun/testing/coins.py, which takes every outcome in turn and knows the outcome's probability.
+For float32 distributions, `_place` and `_race` exist twice: here, and as native code (csrc/sampling_race.cpp). Both
+return the same ids. Where the native code was built, it is used. For proofs by enumeration, forerun/testing/coins.py
+has other coins, which take every outcome in turn and know the probability of each outcome.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHUNK = 4096  # counters that are run together
 
 
 def philox4x32(counter: npt.ArrayLike, key: npt.ArrayLike, rounds: int = 10) -> Words:
-    """Map counter [..., 4] and key [2] or [..., 2] of 32-bit words to uint32 [..., 4]."""
+    """Return the Philox4x32 output, uint32 [..., 4], of counter [..., 4] and key [2] or [..., 2] of 32-bit words."""
     counters, keys = np.asarray(counter, dtype=np.uint64), np.asarray(key, dtype=np.uint64)
     flat = counters.reshape(-1, 4)
     flat_keys = keys[None] if keys.ndim == 1 else np.broadcast_to(keys, (*counters.shape[:-1], 2)).reshape(-1, 2)
@@ -60,7 +60,10 @@ def philox4x32(counter: npt.ArrayLike, key: npt.ArrayLike, rounds: int = 10) -> 
 
 
 def _philox_rounds(c: list[Wide], k: list[Wide], rounds: int, out: Words) -> None:
-    """Run the rounds in place on four counter and two key columns (32-bit values in 64-bit words)."""
+    """Run the Philox rounds on the four columns `c` of counters and the two columns `k` of keys, and write to `out`.
+
+    The columns hold 32-bit values in 64-bit words, and are overwritten. out [n, 4].
+    """
     low, high = np.uint64(_MASK), np.uint64(32)
     product0, product1 = np.empty_like(c[0]), np.empty_like(c[0])
     for _ in range(rounds):
@@ -79,7 +82,10 @@ def _philox_rounds(c: list[Wide], k: list[Wide], rounds: int, out: Words) -> Non
 
 
 def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> tuple[int, ...]:
-    """Return the four words of one counter, with Python integers. For one counter numpy takes twenty times as long."""
+    """Return the four Philox4x32 output words of one counter, computed with Python integers.
+
+    For a single counter, numpy (`philox4x32`) takes twenty times as long.
+    """
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -113,7 +119,10 @@ def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
-    """Return the standard Gumbel noise of token ids at the absolute index `position`, float64 [n]. Lane = id."""
+    """Return standard Gumbel noise for token ids at the absolute index `position`, float64 [n].
+
+    The lane of each random number is the token id.
+    """
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -121,9 +130,9 @@ def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
 
 
 def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
-    """Return a uniform number in (0, 1), (word + 0.5) * 2^-32, for each lane of these blocks, float64 [n, 4].
+    """Return a uniform number in (0, 1) for each lane of the lane blocks `blocks` [n], float64 [n, 4].
 
-    Block j has the lanes 4j .. 4j+3.
+    The number is (word + 0.5) * 2^-32. Lane block j has the lanes 4j .. 4j+3.
     """
     counter = np.zeros((len(blocks), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1], counter[:, 3] = position & _MASK, PURPOSE_MATCH, blocks
@@ -138,12 +147,12 @@ def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
 
 
 class PhiloxCoins:
-    """The production Coins of one sequence in one round.
+    """Implements Coins with Philox for one sequence in one round. Production code uses these coins.
 
     position: the absolute index of the first token of the round (= the number of tokens committed so far). round: the
-    number of decode steps of the sequence so far. This number separates the draws of a round from the draws of an
-    earlier round that rejected a token at the same position. Match noise depends on seed and position, not on the
-    round, so that `match` gives the same text however the output is cut into rounds.
+    number of decode steps of the sequence so far. The round makes the draws differ from the draws of an earlier round
+    that rejected a token at the same position. The Gumbel noise of `pick` depends on seed and position, not on the
+    round. So the rule `match` gives the same text, however the output is split into rounds.
     """
 
     __slots__ = ("_position", "_round", "_seed")
@@ -154,21 +163,24 @@ class PhiloxCoins:
         self._round = round & _MASK
 
     def ahead(self, filters: tuple[float, int, float, float, int], shares_noise: bool) -> Draw:
-        """Return the settings by which a model draws a chain by itself.
+        """Return the settings with which a draft model draws a chain of tokens without calling these coins.
 
-        At each depth the model draws the id that `pick` or `draft` would return.
+        At each depth the model draws the id that `pick` (if shares_noise) or `draft` (otherwise) would return.
         """
         return Draw(filters, shares_noise, self._seed, self._position, self._round)
 
     def behind(self, filters: tuple[float, int, float, float, int], shares_noise: bool, depth: int) -> Draw:
-        """Return the settings by which a model draws one id by itself.
+        """Return the settings with which the target draws one id at `depth` without calling these coins.
 
-        The model draws the id that `pick` or `draw` would return at this depth.
+        The target draws the id that `pick` (if shares_noise) or `draw` (otherwise) would return at this depth.
         """
         return Draw(filters, shares_noise, self._seed, self._position + depth, self._round, PURPOSE_NEXT)
 
     def _known(self, probs: Probs, depth: int, *, shares_noise: bool, purpose: int) -> int | None:
-        """Return the id of this draw if the device that holds the distribution has already drawn it; else None."""
+        """Return the id that the device holding `probs` has already drawn with these coins at `depth`; else None.
+
+        shares_noise: whether the id must come from the noise of `pick`. purpose: otherwise, the purpose of the draw.
+        """
         if probs.afar is None or probs.afar.token < 0:
             return None
         draw = probs.afar.draw
@@ -184,7 +196,7 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return whether a uniform number is below `prob`. Where prob is 0 or 1, no number is generated."""
+        """Return whether a uniform number is below `prob`. Where `prob` is 0 or 1, no number is generated."""
         return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
 
     def coin(self, depth: int, lane: int = 0) -> float:
@@ -209,7 +221,10 @@ class PhiloxCoins:
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Return the `num` ids with the largest log probs + Gumbel noise, best first; `pick` returns only the first."""
+        """Return the `num` ids with the largest log probs + Gumbel noise, best first. `pick` returns the first of them.
+
+        There are fewer ids where fewer have a probability above 0.
+        """
         if probs.point is not None:
             return [probs.point]
         weights, ids = probs.weights.copy(), probs.ids
@@ -222,34 +237,34 @@ class PhiloxCoins:
 
 
 class LaterCoins:
-    """The coins of a round, for a draft that begins only after `num` forced tokens."""
+    """Shifts the coins of a round for a draft that begins after `num` forced tokens: depth d becomes num + d."""
 
     def __init__(self, coins: Coins, num: int) -> None:
         self._coins, self._num = coins, num
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Accept with the coin at this depth after the forced tokens."""
+        """Return the decision of the coins at `depth` after the forced tokens."""
         return self._coins.accept(prob, self._num + depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Draw a correction token or a bonus token at this depth after the forced tokens."""
+        """Draw a correction token or a bonus token at `depth` after the forced tokens."""
         return self._coins.draw(probs, self._num + depth)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Draw a drafter's token at this depth after the forced tokens."""
+        """Draw a drafter's token at `depth` after the forced tokens."""
         return self._coins.draft(probs, self._num + depth, lane)
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """Pick by the noise at this depth after the forced tokens."""
+        """Return the id that `Coins.pick` returns at `depth` after the forced tokens."""
         return self._coins.pick(probs, self._num + depth)
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Pick `num` ids by the noise at this depth after the forced tokens."""
+        """Return the `num` ids that `Coins.picks` returns at `depth` after the forced tokens."""
         return self._coins.picks(probs, self._num + depth, num)
 
 
 class WatchedCoins:
-    """The coins of a round. Each toss for acceptance is also recorded, in order."""
+    """Wraps the coins of a round, and records each call of `accept` in `tosses`, in order."""
 
     def __init__(self, coins: Coins) -> None:
         self.draw, self.draft, self.pick, self.picks = coins.draw, coins.draft, coins.pick, coins.picks
@@ -257,7 +272,7 @@ class WatchedCoins:
         self.tosses: list[Toss] = []
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return the decision of the coins, and record the toss."""
+        """Return the decision of the wrapped coins, and record the toss."""
         is_accepted = self._coins.accept(prob, depth, lane)
         is_tossed = 0 < prob < 1
         coin = self._coins.coin(depth, lane) if is_tossed and isinstance(self._coins, PhiloxCoins) else None
@@ -266,7 +281,10 @@ class WatchedCoins:
 
 
 def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
-    """Return a distribution's weights and their ids. Raises InternalError where the weights are no distribution."""
+    """Return a distribution's weights [n] and their ids [n]; ids None = 0 to n - 1.
+
+    Raises InternalError where the weights are negative, all zero, infinite or NaN.
+    """
     if error := _no_probs(probs.weights):
         raise error
     return probs.weights, probs.ids
@@ -295,8 +313,8 @@ def _draw(probs: Probs, uniform: float) -> int:
 def _place(weights: Row, uniform: int) -> int | None:
     """Return the first index where the cumulative ticks exceed uniform * 2^-53 of all ticks; None for invalid weights.
 
-    Ticks are summed in two levels: blocks of the vocabulary, then the entries of one block. Ticks are whole numbers, so
-    nothing is rounded, and the weight at the returned index is above 0.
+    uniform: an integer in [0, 2^53). Ticks are summed in two levels: blocks of the vocabulary, then the entries of one
+    block. Ticks are whole numbers, so sums are not rounded, and the weight at the returned index is above 0.
     """
     if _no_probs(weights):
         return None
@@ -310,7 +328,10 @@ def _place(weights: Row, uniform: int) -> int | None:
 
 
 def _pick(probs: Probs, seed: int, position: int) -> int:
-    """Return the argmax of log weight + Gumbel noise, as an exponential race: the argmin of -log u / weight."""
+    """Return the id with the largest log weight + Gumbel noise.
+
+    It is computed as an exponential race: the id with the smallest -log u / weight, where u is uniform.
+    """
     weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     winner: int | None = (
@@ -322,11 +343,11 @@ def _pick(probs: Probs, seed: int, position: int) -> int:
 
 
 def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
-    """Return the id with the least time -log u / weight, float64, the lowest id on ties; None for invalid weights.
+    """Return the id with the smallest time -log u / weight (float64), the lowest id on ties; None for invalid weights.
 
-    The likely ids race first, then the ids that could still win. Once some id has finished at the time t, another id
-    can win only if -log u <= weight * t. Since -log u >= 1 - u, an id with 1 - u > weight * t cannot win, and its
-    logarithm is not computed.
+    The times of likely ids are computed first. Let t be the smallest of these times. Another id can win only if
+    -log u <= weight * t. Since -log u >= 1 - u, an id with 1 - u > weight * t cannot win, and its logarithm is not
+    computed.
     """
     if _no_probs(weights):
         return None
@@ -344,7 +365,10 @@ def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None
 
 
 def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
-    """Return the weights [n, 4] in blocks of four lanes that share a counter, and the indices [n] of the blocks."""
+    """Group the weights by lane block: four ids that share one Philox counter.
+
+    Returns the weights [n, 4] of n lane blocks, and the indices [n] of these blocks.
+    """
     if ids is None:
         padded = np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights
         return padded.reshape(-1, 4), np.arange(len(padded) // 4)
@@ -355,7 +379,10 @@ def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
 
 
 def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
-    """Return the ids in these blocks that may finish before the time `reach`, and their times. weights [n, 4]."""
+    """Return the ids in the lane blocks `blocks` [n] that may have a time up to `reach`, and their times.
+
+    The time of an id is -log u / weight. weights [n, 4]: the weights of the ids in each block.
+    """
     uniforms = _match_uniforms(seed, position, blocks)
     wide = weights.astype(np.float64)
     able = (weights > 0) & (1 - uniforms <= (wide * reach if reach < math.inf else math.inf))

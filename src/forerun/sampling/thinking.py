@@ -1,7 +1,7 @@
-"""A limit on the number of reasoning tokens: a count along the sequence, and the grammar that applies afterwards.
+"""A limit on the number of reasoning tokens: counts the tokens, and applies the request's grammar after the reasoning.
 
-Reasoning may be any tokens, so no grammar reads it. Once the reasoning has reached the limit, only the token that
-closes it is allowed. The rest of the request's constraint begins with this closing token.
+Reasoning may consist of any tokens, so the grammar does not read them. Once the reasoning has reached the limit, only
+the token that closes the reasoning is allowed. The grammar reads the output from this closing token on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from forerun.sampling.grammar import Allowed, Grammar, GrammarState
 
 @dataclass(frozen=True)
 class Limited:
-    """The constraint of a request with a limit on reasoning.
+    """Represents the constraint of a request with a limit on reasoning.
 
-    grammar: the compiled grammar for an output without reasoning, and for an output from the token on that closes the
-    reasoning; None = any text.
+    grammar: the compiled grammar; None = any text. An output without reasoning must follow the grammar. An output with
+    reasoning must follow the grammar from the token that closes the reasoning. num_ids: the vocabulary size.
     """
 
     limit: Thinking
@@ -35,11 +35,11 @@ class Limited:
 
 
 class _Place(NamedTuple):
-    """The place in the output that a path of tokens has reached.
+    """Describes whether the next token is before, in or after the reasoning.
 
-    begin: the index of the first token that the grammar reads. left: the number of reasoning tokens that may still
-    follow; None outside of reasoning. opens: the next token id of the mark, such as <think>, that opens the reasoning,
-    where reasoning may begin; None elsewhere.
+    begin: the index in the sequence of the first token that the grammar reads. left: the number of reasoning tokens
+    that may still follow; None if the reasoning is not open. opens: the next token id of the opening mark, such as
+    <think>; None where reasoning cannot begin.
     """
 
     begin: int
@@ -48,9 +48,9 @@ class _Place(NamedTuple):
 
 
 class Counting:
-    """The state of a constraint with a limit on reasoning, along one sequence.
+    """Holds the state of a constraint with a limit on reasoning, for one sequence.
 
-    From call to call the committed tokens only grow; none of them changes.
+    Between calls, tokens may be appended to `committed`, but its earlier tokens must not change.
     """
 
     def __init__(self, held: Limited, end_ids: frozenset[int], num_prompt_tokens: int) -> None:
@@ -71,7 +71,7 @@ class Counting:
         return all(walk.may_draft for walk in self._walks)
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the token ids that may follow these tokens. Raises as `GrammarState.allowed`."""
+        """Return the token ids that may follow `committed` and `drafted`. Raises BadOption as GrammarState does."""
         place = self._place(committed, drafted)
         if place.left is not None:
             return self._any if place.left > 0 else self._only(self._limit.closing)
@@ -88,13 +88,13 @@ class Counting:
         return Allowed(bits, place.opens if np.count_nonzero(bits) == 1 else None)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether nothing can follow these tokens, because they are a whole text of the grammar."""
+        """Return whether no token can follow `committed` and `drafted`, because the grammar is complete."""
         place = self._place(committed, drafted)
         walk, path = self._walk(place.begin, committed, drafted)
         return place.left is None and walk is not None and walk.is_over(committed, path)
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
-        """Return the tokens that must come next."""
+        """Return the tokens that must follow `committed` and `drafted`."""
         place = self._place(committed, drafted)
         closing = self._limit.closing
         if place.left == 0:
@@ -132,7 +132,10 @@ class Counting:
         return self._num_seen + ahead.index(closing) if closing in ahead else None
 
     def _walk(self, begin: int, committed: Seq[int], drafted: Seq[int]) -> tuple[GrammarState | None, Seq[int]]:
-        """Return the grammar's state for a text that begins at `begin`, and the drafted tokens in this text."""
+        """Return the state of the grammar that reads from index `begin`, and the drafted tokens that it reads.
+
+        The state is None where there is no grammar.
+        """
         if begin == self._first:
             return self._whole, drafted
         place = min(begin, len(committed))
