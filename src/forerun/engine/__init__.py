@@ -1,1 +1,1 @@
-"""The engine: it turns requests into verified tokens, with one step, one scheduler and one continuous batch."""
+"""Turns requests into verified tokens. An engine has one step function, one scheduler and one continuous batch."""

@@ -1,8 +1,8 @@
-"""A beam search in the engine: all beams of a request are one tree, which one pass scores (docs/methods/beam.md).
+"""Runs beam searches in the engine: the beams of a request form one tree, which one pass scores (docs/methods/beam.md).
 
-The request commits the common beginning of its live beams. Where the beams differ, the rows of their tokens stay in the
-cache as a tree that is not committed yet. A pass runs the nodes that have no cache row yet, and the drafted levels
-below them. Then the steps of the search are replayed on the target's scores, as far as the scores reach. Without drafts
+The request commits the tokens with which all live beams begin. The cache rows of the later tokens of the beams stay
+pending, as a tree that is not committed yet. A pass runs the nodes without a cache row, and then the drafted levels
+below them. Then the steps of the search are replayed on the target's scores, until a node has no score. Without drafts
 this is plain beam search.
 """
 
@@ -30,11 +30,11 @@ Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
 
 
 class BeamSearch:
-    """The beam search of one request.
+    """Holds the beam search of one request.
 
-    seq: the sequence that commits the tokens which all live beams share. outputs: the requests that get the best texts,
-    in order. fed: the nodes without a cache row that this pass runs. guesses: the drafted nodes of this pass, in
-    num_levels levels.
+    seq: the sequence to which the tokens that all live beams share are committed. outputs: the requests that get the
+    best texts, best first. ends: see Search. fed: the nodes without a cache row that this pass runs. guesses: the
+    drafted nodes of this pass. num_levels: the number of levels of `guesses`.
     """
 
     def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:
@@ -63,9 +63,9 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of the next pass without a draft: one for each node that lacks a cache row.
+        """The number of rows that this search needs in the next pass if nothing is drafted.
 
-        The number is at least 1, and at most the number of beams.
+        Each node without a cache row needs one row. The number is at least 1, and at most the number of beams.
         """
         return max(1, min(self.num_unrun, self.search.rules.num_beams))
 
@@ -75,14 +75,14 @@ class BeamSearch:
         return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
-        """Forget all cache rows, because the sequence no longer has them."""
+        """Mark all nodes as having no cache row, because the rows of the sequence were released."""
         self.branches.forget(self.tree.base)
         self._logits = {}
 
     # -------------------------------------------------------------------------------------------------------- propose
 
     def begin(self, limit: int, levels: int) -> None:
-        """Choose the nodes that this pass runs before the draft.
+        """Choose the nodes without a cache row that this pass runs, and begin a new draft.
 
         limit: how many rows the pass may have beyond `num_rows`. levels: how many levels the draft should have.
         """
@@ -103,7 +103,7 @@ class BeamSearch:
         return self._level if self.num_levels < self._wanted else ()
 
     def grow(self, nexts: Seq[Next | None]) -> None:
-        """Add a level to the draft. nexts: the drafter's answers for the nodes of `level`."""
+        """Add a level to the draft. nexts: for each node of `level`, the drafter's next tokens; None = unknown."""
         guesses = self.search.guessed(self._level, self._scores, nexts, self.width)
         self._level = [self.tree.add(self._level[guess.beam], guess.token) for guess in guesses]
         self._scores = [guess.score for guess in guesses]
@@ -128,15 +128,16 @@ class BeamSearch:
         return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
 
     def scored(self, logits: Rows) -> None:
-        """Keep the logits [rows, V] of the run that `run` returned."""
+        """Store the logits [rows, V] of the pass, one row for each token of the run that `run` returned."""
         self._logits |= zip([*self.fed, *self.guesses], logits, strict=True)
 
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int) -> Ruling:
-        """Replay the steps of the search. Returns the nodes of the draft and the next token that all live beams share.
+        """Replay the steps of the search on the target's scores, and return the ruling on sequence b of the draft.
 
-        The next token is NO_TOKEN where the live beams share no token after these nodes, and where the search is over.
+        The ruling has the draft nodes that all live beams share, the next token that they share, and no tests. The next
+        token is NO_TOKEN where the beams share no further token, and where the search is over.
         """
         self._after, self.num_steps = self.search.replayed(self._next)
         if self._after.is_over:
@@ -159,7 +160,7 @@ class BeamSearch:
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
         """Commit the replayed search.
 
-        Returns the counts of the step, the cache rows to keep, and the cache rows that stay without being committed.
+        Returns the counts of the step, the cache rows to commit, and the cache rows that stay pending.
         """
         self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
@@ -186,7 +187,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. If masks allowed too few texts, the remaining outputs are aborted."""
+        """Give the best texts to `outputs`, best first. If masks allowed too few texts, abort the remaining outputs."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:
@@ -200,10 +201,10 @@ class BeamSearch:
 
 
 class SearchRequest(Request):
-    """A request that runs a beam search for its outputs.
+    """Represents a request that runs a beam search for its outputs.
 
-    The request commits the tokens that all live beams share; the user does not see these tokens. outputs: the requests
-    that get the best texts, in order.
+    Its sequence gets the tokens that all live beams share, and is not shown to the user. outputs: the requests that get
+    the best texts, best first.
     """
 
     is_paced = False  # `num_levels` chooses the levels of all searches together
@@ -239,7 +240,7 @@ class SearchRequest(Request):
         return self.search.rule(draft, b)
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the next token that all live beams share; where they share none, the last token of the best beam."""
+        """Return the next token that all live beams share. If they share none, return the best beam's last token."""
         if verdict.next_tokens[b] != NO_TOKEN:
             return verdict.next_tokens[b]
         tree = self.search.tree
@@ -259,10 +260,10 @@ class SearchRequest(Request):
         return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Return whether the last token completes a stop text. The tokens before it must contain no stop text.
+        """Return whether the last of the output tokens `tokens` completes a stop text.
 
-        Only the end of the text is read, as far back as the longest stop text reaches. So the time does not grow with
-        the text.
+        The earlier tokens must contain no stop text. Only as many characters as the longest stop text has are decoded.
+        So the time does not grow with the length of the text.
         """
         tokenizer = self._tokenizer
         stops = self.seq.params.stop
@@ -283,8 +284,8 @@ class SearchRequest(Request):
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
     """Map the id of each sequence to the number of levels that its search drafts.
 
-    The number is the request's spec_length, or the policy's choice where the request sets none. It is 0 for the drafter
-    `none`. num_rows: the number of rows of the pass, without the rows of the searches.
+    The number is the request's spec_length. If spec_length is not set, the pacing policy chooses the number. The number
+    is 0 for the drafter `none`. num_rows: the number of rows of the pass, without the rows of the searches.
     """
     paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
     levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
@@ -294,8 +295,9 @@ def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, 
 def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: Pacing, branch: Branch) -> Draft:
     """Return the draft of a step with the trees of beam searches added.
 
-    limits [B]: the largest number of draft rows of each sequence. branch(seqs, levels): asks the drafters which tokens
-    may follow these nodes of these sequences. It is called once for each level, for all searches together.
+    limits [B]: the largest number of draft rows of each sequence. branch(seqs, levels): returns the drafters' guesses
+    of the tokens after the nodes levels[i] of sequence seqs[i]. `branch` is called once for each level, for all
+    searches together.
     """
     searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
     if not searches:

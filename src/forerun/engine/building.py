@@ -1,4 +1,4 @@
-"""How an engine is built from a loaded target: its cache, drafters and pacing policy, and the cache rows on disk."""
+"""Builds an engine from a loaded target: the KV cache, the drafters, the pacing policy, and the cache rows on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(
     draft: Checkpoint | None = None,
     own_drafter: Callable[[drafters.Target], drafters.Drafter] | None = None,
 ) -> Engine:
-    """Build the engine of a loaded target. Raises UserError.
+    """Build the engine of a loaded target. Raises UserError if a drafter or another option is not possible.
 
     draft: a draft model that the caller has loaded. own_drafter: a function that makes the drafter for requests that
     name no drafter.
@@ -63,7 +63,7 @@ def build(
 
 
 def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
-    """Make the target's cache."""
+    """Make the target's KV cache with the sizes and options of the configuration."""
     config = opened.config
     return BlockCache.of(
         model,
@@ -77,7 +77,7 @@ def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
 
 
 def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
-    """Return the pass times of the target and of the drafters' models."""
+    """Return the record of pass times of the target and of the drafters' models."""
     traits = {
         name: Traits(drafter.tells_confidence, drafter.searches, drafter.is_free)
         for name, drafter in members.members.items()
@@ -87,7 +87,10 @@ def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
 
 
 def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:
-    """Let the caches of all models use the folder of kv_disk. Returns the folder; None where kv_disk is not set."""
+    """Let the KV caches of all models store rows in the folder that kv_disk names.
+
+    Returns this folder, or None if kv_disk is not set.
+    """
     limit = disk_limit(config)
     if limit is None:
         return None
@@ -100,9 +103,9 @@ def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | 
 
 
 def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
-    """Let a model's cache use the model's own subfolder (shelf) of the folder (kv/disk.py).
+    """Let the KV cache of a model store rows in a subfolder (shelf) of `folder`, which only this model uses.
 
-    The name of the shelf is a hash of everything that decides the bits of the model's cache rows.
+    The name of the shelf is a hash of everything that decides the bits of the model's cache rows (kv/disk.py).
     """
     cache, model = runner.cache, cast(Any, runner.model)
     if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
@@ -124,9 +127,10 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:
-    """Return the token ids that only the chat template writes. Returns no ids where there is no readable template.
+    """Return the token ids that only the chat template writes, never the model.
 
-    A template that cannot be read is refused later, where it is used.
+    Returns no ids where the target has no tokenizer or no readable chat template. An unreadable template raises an
+    error later, when a conversation needs the template.
     """
     if opened.tokenizer is None:
         return frozenset()

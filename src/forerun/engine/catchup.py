@@ -1,8 +1,9 @@
-"""The number of committed tokens that drafters may run in a step to catch up.
+"""Limits the number of committed tokens that drafters may run in a step to catch up.
 
-A draft model that lacks committed tokens has to run them before it can draft. To run all of them at once would pause
-every stream, so the tokens are spread over several steps. Catching up may make a step at most about twice as long. The
-time of a token and the time of a usual step are learned from the reports of steps. This module reads no clock.
+A draft model whose cache lacks committed tokens has to run these tokens before it can draft. Running all of them in one
+step would pause every stream, so the tokens are spread over several steps. Catching up may make a step at most about
+twice as long. The time of a token and the time of a usual step are learned from the reports of steps. This module reads
+no clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _NUM_CATCHUPS = 4  # a drafter's seconds per token are counted over its last so 
 
 
 class CatchUp:
-    """The limit on the tokens that all drafters together run in a step to catch up. most_tokens: the largest limit."""
+    """Computes the limit on the tokens that all drafters together run in a step to catch up.
+
+    most_tokens: the largest value of the limit.
+    """
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -31,21 +35,21 @@ class CatchUp:
         self._token_s: dict[str, float] = {}  # by drafter: seconds per token
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
-        """Return how many tokens these drafters may run to catch up with the decoding sequences of a step.
+        """Return how many tokens the drafters `drafts` may run in a step to catch up with the decoding sequences.
 
-        num_used: the number of tokens that drafters have run for prompts in the same step.
+        num_used: the number of tokens that drafters have already run in this step.
         """
         return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))
 
     def _affordable(self, drafts: Iterable[str]) -> int:
-        """Return how many tokens the slowest of these drafters can run in the fraction SHARE of a usual step's time."""
+        """Return how many tokens the slowest drafter can run in the fraction SHARE of the time of a usual step."""
         token_s = [self._token_s[name] for name in drafts if name in self._token_s]
         if not self._steps_s or not token_s:
             return FIRST_TOKENS
         return int(SHARE * median(self._steps_s) / max(*token_s, 1e-9))
 
     def observe(self, report: StepReport) -> None:
-        """Learn from the report of the step that was just done."""
+        """Update the time of a usual step and the drafters' times per token from the report of the last step."""
         catchup_s = 0.0
         for name, draft in report.drafts.items():
             if draft.num_catchup_tokens:

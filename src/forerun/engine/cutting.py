@@ -1,4 +1,4 @@
-"""The removal of drafted tokens that cannot be accepted: the model never writes them, or a grammar refuses them."""
+"""Removes drafted tokens that cannot be accepted, because the model never writes them or a grammar refuses them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ LEAST = 1e-3  # probability of all unwanted ids together: below it, a drafter's 
 def without(draft: Draft, ids: Collection[int]) -> Draft:
     """Return a draft without the nodes whose tokens are among `ids`, and without the nodes and extra rows below them.
 
-    Where the probabilities of `ids` add up to less than LEAST in the distribution that a token was drawn from, the
-    token is kept, even if it is one of `ids`.
+    Let q be the distribution from which a token was drawn. If q gives `ids` less than LEAST in total, the token is
+    kept, even if it is one of `ids`. Otherwise a token among `ids` is removed, and each remaining node gets a new
+    distribution: q conditioned on all ids but `ids`.
 
-    The distribution of the request's output does not change. It would change if nodes were removed because of their
-    drawn token while the remaining nodes were still judged by the drafter's q. So each remaining node that was drawn
-    from such a q gets a new distribution: q conditioned on all other ids. The effect is as if each draw had two steps.
-    The first step decides whether a token is drafted at all: with the probability that q gives to `ids`, this place
-    gets no token. Otherwise the second step draws the token from the conditioned q. The first step depends only on
-    earlier draws, and the node has the distribution from which its token was drawn. A verification rule requires no
-    more. If siblings were drawn from q independently, or without replacement, the remaining siblings are draws of the
-    same kind from the conditioned q. A point mass may be removed because its token is known before the draw. Greedy and
-    `match` texts do not depend on a draft.
+    This does not change the distribution of the request's output. Keeping q for the remaining nodes would change it.
+    With the conditioned q, each draw is equivalent to a draw in two steps. First, with the probability that q gives to
+    `ids`, no token is drafted at this position. Otherwise, a token is drawn from the conditioned q. The first step
+    depends only on earlier draws, and the node states the distribution from which its token was drawn. Verification
+    rules require only that. If siblings were drawn from q independently, or without replacement, then the remaining
+    siblings were drawn from the conditioned q in the same way. The node of a point mass may be removed, because its
+    token is known before the draw. Greedy and `match` texts do not depend on the draft.
     """
     unwanted, seen = sorted(ids), dict[int, Probs | None]()
 
@@ -43,10 +42,10 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
 
 
 def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
-    """Return a draft without the nodes that the requests' grammars refuse, and without the nodes below them.
+    """Return a draft without the nodes that the requests' grammars refuse, and without the nodes below these nodes.
 
-    So guesses with target probability 0 cost no rows. As in `without`, each remaining node gets the distribution that
-    it was drawn from, conditioned on the ids that the grammar allows.
+    So tokens with target probability 0 take no rows of the pass. As in `without`, the distribution of each remaining
+    node is conditioned on the ids that the grammar allows.
     """
     seen = dict[tuple[int, int], tuple[Bits | None, Probs | None]]()  # by parent and distribution
 
@@ -69,10 +68,11 @@ def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
 
 
 def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: Callable[[int, int], bool]) -> Draft:
-    """Return the draft with the nodes that remain, and with their new distributions.
+    """Return the draft without removed nodes, and with new distributions for the remaining nodes.
 
-    conditioned(b, node): the node's new distribution; None = remove the node. stays(b, node): whether the node's token
-    is possible in the new distribution. The nodes below a removed node are removed as well.
+    conditioned(b, node): the new distribution of a node of sequence b; None = remove the node. stays(b, node): whether
+    the node's token is possible in the new distribution; if not, the node is removed. The nodes below a removed node
+    are removed as well.
     """
     changed = False
     places: dict[int, int] = {-1: -1}  # node -> node of the new draft
@@ -98,10 +98,10 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 
 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
-    """Return the token ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
+    """Return the ids that the grammar of `seq` allows after `drafted`, and `probs` conditioned on these ids.
 
-    The ids are None if nothing may be drafted after these tokens. The distribution is None if `probs` gives all allowed
-    ids probability 0. It is `probs` itself where all other ids have probability 0.
+    Both are None if nothing may be drafted after `drafted`. The distribution is None if `probs` gives probability 0 to
+    all allowed ids. It is `probs` itself if `probs` gives probability 0 to all forbidden ids.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:
@@ -127,9 +127,9 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:
-    """Return a distribution conditioned on all token ids but `ids`; None where no other id can be drawn.
+    """Return `probs` conditioned on all token ids but `ids`; None where only `ids` can be drawn.
 
-    Where `ids` have less than LEAST of the probability together, `probs` itself is returned.
+    Where `probs` gives `ids` less than LEAST in total, `probs` itself is returned.
     """
     if probs.point is not None:
         return None if probs.point in ids else probs

@@ -1,4 +1,4 @@
-"""The engine: a continuous batch of requests over one target model, one drafter and one pacing policy.
+"""The engine runs a continuous batch of requests with one target model, one drafter and one pacing policy.
 
 The engine takes loaded models and token ids. The LLM (engine/llm.py) loads checkpoints and encodes texts.
 """
@@ -41,24 +41,27 @@ _Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited |
 
 
 def philox_coins(seq: Sequence) -> Coins:
-    """Return the random decisions of one round. They depend only on the request's seed, the position and the round."""
+    """Return the random decisions (coins) of a sequence's next round.
+
+    The coins depend only on the request's seed, the position and the round.
+    """
     return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A listener. detail: whether the listener wants the `rounds` of reports."""
+    """Holds a listener. detail: whether the listener wants reports with `rounds`."""
 
     listener: Listener
     detail: bool
 
 
 class Engine:
-    """An engine over loaded models. Add requests, then step until they are finished.
+    """Runs requests on loaded models. Call `add` for each request, then `step` until the requests are finished.
 
-    The engine is not thread-safe: only one thread may step. start_ids: in an encoder-decoder, the token ids with which
-    the decoder's text begins; the prompt is then the encoder's input. turns: the turns that this engine takes with
-    other engines; None = with all engines of this process on the model's device.
+    The engine is not thread-safe: only one thread may call `step`. start_ids: in an encoder-decoder, the token ids with
+    which the decoder's text begins; the prompt is then the encoder's input. turns: decides which of several engines may
+    step; None = shared with all engines of this process on the model's device.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Engine:
     def use_pacing(self, pacing: Pacing) -> None:
         """Replace the pacing policy.
 
-        Raises InternalError while there are requests, because only the old policy knows them.
+        Raises InternalError while requests wait or run, because the new policy has no records of these requests.
         """
         if self.scheduler.waiting or self.scheduler.running:
             raise InternalError("another pacing policy can be taken between requests only")
@@ -136,15 +139,15 @@ class Engine:
         return self.add_all(prompt_ids, params)[0]
 
     def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Queue one prompt for params.n outputs. Raises as `add` does."""
+        """Queue one prompt for params.n outputs. Raises UserError or CapacityError if the request is impossible."""
         requests = self.make(prompt_ids, params)
         self.queue(requests)
         return requests
 
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Make the params.n requests of one prompt, for `queue`. Raises as `add` does.
+        """Make the params.n requests of one prompt, without queuing them (`queue`). Any thread may call this method.
 
-        Any thread may call this method.
+        Raises UserError or CapacityError if the request is impossible.
         """
         seed = secrets.randbits(64) if params.seed is None else params.seed
         # These are encoded once, however many outputs there are.
@@ -160,7 +163,10 @@ class Engine:
         return requests
 
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
-        """Return the requests for the outputs of a beam search. Their `searcher` is the request that runs it."""
+        """Return the requests for the params.n outputs of a beam search.
+
+        The `searcher` of each of these requests is the request that runs the search.
+        """
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
@@ -169,7 +175,7 @@ class Engine:
         return outputs
 
     def queue(self, requests: Seq[Request]) -> None:
-        """Queue requests from `make`; the next step may run them."""
+        """Queue requests that `make` returned. The next step may run them."""
         for request in dict.fromkeys(request.searcher or request for request in requests):
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
@@ -178,8 +184,8 @@ class Engine:
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Let the pacing policy measure pass times on this machine.
 
-        Does nothing while a request runs or waits, and as long as no request has wanted a drafter. The measurement ends
-        as soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
+        Does nothing while a request runs or waits, or if no request so far has used a drafter. The measurement ends as
+        soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
         """
         if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
             self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))
@@ -215,10 +221,10 @@ class Engine:
         return seq
 
     def step(self) -> list[Request]:
-        """Run one step of the continuous batch. Returns the requests that the step finished.
+        """Run one step of the continuous batch. Returns the requests that ended in this step.
 
-        A request that cannot go on is aborted, with its `error` set, and the other requests go on. Some steps run no
-        pass: they only wait for the disk, or only make room in the cache.
+        A request that cannot go on is aborted, and its `error` is set. The other requests go on. Some steps run no
+        pass: they only wait for rows from disk, or only make room in the cache.
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
@@ -270,7 +276,7 @@ class Engine:
         return finished
 
     def _read(self) -> list[Request]:
-        """End and return the requests that ask for no output, once their prompts have been read."""
+        """End and return the requests that ask for no output tokens and whose prompts have been run to the end."""
         cache = self.runner.cache
         read = [
             request
@@ -289,7 +295,7 @@ class Engine:
         return ended
 
     def abort(self, request: Request) -> None:
-        """End a request at once and free its cache. Its committed tokens are kept.
+        """End a request at once and free its cache rows. The request keeps its committed tokens.
 
         Does nothing for a request that has ended.
         """
@@ -301,10 +307,11 @@ class Engine:
                 self.abort(searcher)  # nobody waits for it any more
 
     def recover(self, requests: Seq[Request], error: BaseException) -> None:
-        """Go on after a step that raised an error: end the running requests, and notify all requests that ended.
+        """Restore the engine after a step that raised `error`: end the running requests with this error.
 
-        If no request was running, the waiting requests are ended. requests: the requests that were unfinished before
-        the step. A request whose last token was committed in the step is complete, and ends normally.
+        If no request was running, the waiting requests are ended instead. requests: the requests that were unfinished
+        before the step. A request whose last token was committed in the step ends normally. All requests that ended are
+        notified.
         """
         ran = self.scheduler.running[:] or self.scheduler.waiting[:]
         for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
@@ -327,10 +334,10 @@ class Engine:
             self._tell_of(request)
 
     def _tell_of(self, request: Request) -> None:
-        """Call a request's `hear`. Once the request has ended, `hear` is called for the last time.
+        """Call a request's `hear`. If the request has ended, this is the last call.
 
-        If `hear` raises an error, the request is ended. When the request of a beam search has ended, its outputs are
-        notified, too.
+        If `hear` raises an error, the request is ended. If the request ran a beam search and has ended, `hear` of each
+        of its outputs is called, too.
         """
         hear = request.hear
         if request.seq.finish_reason is not None:
@@ -350,7 +357,7 @@ class Engine:
         self.pacing.end(request.seq)
 
     def _tell(self, report: StepReport) -> None:
-        """Call every listener with the report; then raise the first error that one of them raised."""
+        """Call every listener with the report. Afterwards raise the first error that a listener raised, if any."""
         errors = []
         for entry in self._listeners:
             try:
@@ -381,7 +388,7 @@ class Engine:
         return max_len
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each bad word, encoded once as at the start of a text and once as after a space."""
+        """Return the token ids of the bad words. Each word is encoded twice: as it is, and with a space in front."""
         if params.bad_words and self.tokenizer is None:
             raise BadOption("bad_words needs a tokenizer: this engine has none")
         variants: set[tuple[int, ...]] = set()
@@ -392,9 +399,10 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
-        """Return a request's compiled grammar; None without constraint. Raises BadOption for an impossible grammar.
+        """Return the constraint of a request: its compiled grammar, or None where the request sets no constraint.
 
-        Where the request limits its reasoning, the result also counts the tokens of the reasoning.
+        If the request limits its reasoning, the result is a Limited, which also counts the reasoning tokens. Raises
+        BadOption for an impossible grammar.
         """
         grammar = None
         if params.constraint is not None:
@@ -406,7 +414,7 @@ class Engine:
         return Limited(params.thinking, grammar, self.runner.model.config.vocab_size)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the prediction as token ids. It is a guess of the output, so no special tokens are put around it."""
+        """Return params.prediction as token ids, without special tokens, because it is a guess of the output."""
         given = params.prediction or ()
         if not isinstance(given, str):
             return tuple(given)
@@ -415,7 +423,7 @@ class Engine:
         return tuple(self.tokenizer.encode(given, add_special_tokens=False))
 
     def _decoder_prompt_ids(self, params: SamplingParams) -> Seq[int]:
-        """Return the token ids that follow start_ids in the decoder's text. No special tokens are put around them."""
+        """Return params.decoder_prompt as token ids, without special tokens. In the decoder, they follow start_ids."""
         given = params.decoder_prompt or ()
         if not isinstance(given, str):
             return given
@@ -424,7 +432,10 @@ class Engine:
         return self.tokenizer.encode(given, add_special_tokens=False)
 
     def _check_source(self, seq: Sequence) -> None:
-        """Raise UserError for an input that the encoder cannot read, and for a decoder_prompt without an encoder."""
+        """Raise UserError for an encoder input that is empty or too long, and for max_tokens=0.
+
+        If the model has no encoder, raise BadOption for a request with decoder_prompt.
+        """
         encoder = self.runner.model.config.encoder
         if encoder is None:
             if seq.params.decoder_prompt is not None:

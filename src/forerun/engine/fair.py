@@ -1,21 +1,21 @@
-"""The number of prompt tokens that a step runs, so that streams keep their time limit and new requests start soon.
+"""Limits the number of prompt tokens in a step, so that streams keep their time limit and new requests start soon.
 
 A chunk of 512 prompt tokens on a CPU takes as long as dozens of decoding steps. Every stream would wait for the chunk:
 the engine's own streams, and also the streams of other engines on the same device, because these engines get the next
 turn only after the step (turns.py). The time of a prompt token and the time of a usual step are learned from the
 reports of steps. This module reads no clock.
 
-A token takes longer, the more keys it attends to: seconds = base + slope * keys. This line is fitted to the last
-hundreds of chunks by weighted least squares. The median ratio of the last few chunks to the line corrects the line. The
-time limit applies to the 99th percentile and not to the mean, so a step aims at a share of the allowed time. A step
-that was too long lowers the share by 10 %. A step within the limit raises the share by 0.05 %. Both effects cancel
-where one step in 200 is too long.
+The time of a prompt token grows with the number of keys that the token attends to: seconds = base + slope * keys. This
+line is fitted to the last hundreds of chunks by weighted least squares. The median ratio of the last few chunks to the
+line corrects the line. The time limit applies to the 99th percentile and not to the mean, so chunks are planned for
+only a share of the allowed time. A step that was too long lowers the share by 10 %. A step within the limit raises the
+share by 0.05 %. Both effects cancel if one step in 200 is too long.
 
-The time of a step without prompts depends on the number of requests that decode. Where this time is not known, or was
-last measured too long ago, a step runs without prompts.
+The time of a step without prompts depends on the number of requests that decode. If this time is not known, or was
+last measured too long ago, the next step runs no prompts.
 
-Where no request decodes, a new request may still come at any moment, and its first token waits for the chunk that is
-being run. So a step may take only as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
+Even if no request decodes, a new request may come at any moment, and its first token waits for the running chunk. So a
+step may take only as long as a few of the shortest decoding steps. Larger chunks would hardly be faster per token.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _NEAR_KEYS = 256.0  # chunks whose numbers of keys differ by less than this say 
 
 
 class _Limit(NamedTuple):
-    """The time limit of a step.
+    """Holds the time limit of a step, in seconds.
 
-    usual_s: the usual time of a step with the same number of decoding requests and without prompts; 0 where no request
+    usual_s: the usual time of a step with the same number of decoding requests and without prompts; 0 if no request
     decodes. known: the record that predicts the time of the step's chunks.
     """
 
@@ -56,7 +56,7 @@ class _Limit(NamedTuple):
 
 
 class Allowance:
-    """The number of tokens, and the number of seconds, that the prompts of a step may still take.
+    """Holds the number of tokens, and the number of seconds, that the prompts of a step may still use.
 
     known: the record that predicts the seconds of a chunk; None = the time is not limited.
     """
@@ -66,13 +66,19 @@ class Allowance:
         self._least = LEAST_TOKENS
 
     def fitting(self, num_before: int) -> int:
-        """Return how many more tokens this step may run of a prompt with `num_before` tokens in the cache."""
+        """Return how many tokens of a prompt this step may still run.
+
+        num_before: the number of the prompt's tokens that are already in the cache.
+        """
         if self._known is None:
             return self._num_tokens
         return min(self._num_tokens, max(self._least, self._known.fitting(self._seconds, num_before)))
 
     def take(self, num_tokens: int, num_before: int) -> None:
-        """Subtract the tokens that a prompt runs, and their expected seconds."""
+        """Subtract `num_tokens` tokens of a prompt, and the seconds that they are expected to take.
+
+        num_before: the number of earlier tokens of the prompt, to which these tokens attend.
+        """
         self._num_tokens -= num_tokens
         if num_tokens and self._known is not None:
             keys = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
@@ -81,11 +87,11 @@ class Allowance:
 
 
 class Fair:
-    """The allowance of prompt tokens for each step of an engine.
+    """Computes the allowance of prompt tokens for each step of an engine.
 
-    stretch: the time limit of a step with prompts, as a multiple of the time of a step without prompts. max_itl_s: the
-    time limit in seconds. None = no such limit; where both limits are given, the smaller one holds. turns: the turns of
-    the engines on the device; None = there are no other engines.
+    stretch: the time limit of a step with prompts, as a multiple of the time of a step without prompts; None = no such
+    limit. max_itl_s: the time limit in seconds; None = no such limit. If both are given, the smaller limit applies.
+    turns: the turns of the engines on the device; None = there are no other engines.
     """
 
     def __init__(
@@ -99,24 +105,27 @@ class Fair:
         self._share = FIRST_SHARE
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the context of one turn. On entry it waits until the engine may step."""
+        """Return a context manager that waits for the engine's turn on entry, and ends the turn on exit."""
         return self._turns.turn(self.seat)
 
     def plan(self, num_decoding: int, *, is_reading: bool) -> None:
-        """Tell other engines about the next step: how many requests decode, and whether prompts are run."""
+        """Record the next step in the engine's seat, which other engines read.
+
+        num_decoding: how many requests decode. is_reading: whether there are prompts to run.
+        """
         usual = self._usual.get(num_decoding)
         self.seat.num_streams, self.seat.is_reading = num_decoding, is_reading
         self.seat.usual_s = None if usual is None else usual.seconds
 
     def left(self, num_running: int) -> None:
-        """Note that a request has ended. num_running: how many requests still run."""
+        """Update the engine's seat after a request has left the batch. num_running: how many requests still run."""
         self.seat.num_streams = min(self.seat.num_streams, num_running)
         self.seat.is_reading &= num_running > 0
 
     def allowance(self, most: int) -> Allowance:
-        """Return the allowance of the prompts in the planned step: at most `most` tokens.
+        """Return the allowance for the prompts of the planned step: at most `most` tokens.
 
-        The allowance is 0 where the time of a step without prompts has to be measured first.
+        The allowance is 0 tokens if the time of a step without prompts has to be measured first.
         """
         num_decoding = self.seat.num_streams
         others = self._turns.beside(self.seat)
@@ -132,7 +141,10 @@ class Fair:
         return Allowance(most, share * (limit.seconds - limit.usual_s), limit.known)
 
     def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
-        """Return the time limit of a step with `num_decoding` decoding requests; None = there is no limit."""
+        """Return the time limit of a step with `num_decoding` decoding requests; None = there is no limit.
+
+        others: the seats of the other engines on the device.
+        """
         usual = self._usual.get(num_decoding)
         num_reading = 1 + sum(seat.is_reading for seat in others)
         usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
@@ -150,7 +162,7 @@ class Fair:
         return _Limit(seconds if num_decoding else max(seconds, LEAST_STEPS * least_s), usual_s, known)
 
     def observe(self, report: StepReport) -> None:
-        """Learn from the report of the step that was just done."""
+        """Update the usual time of a step, the predicted time of chunks, and the share, from the last step's report."""
         num_decoding = report.num_decoding
         others = self._turns.beside(self.seat)
         usual = self._usual.get(num_decoding)
@@ -172,10 +184,10 @@ class Fair:
         known.observe(report.num_prefill_tokens, report.num_prefill_keys, max(0.0, report.seconds - usual_s))
 
     def _judge(self, report: StepReport, limit: _Limit) -> None:
-        """Adapt the share of the allowed time that chunks aim at.
+        """Adapt the share of the allowed time for which chunks are planned.
 
-        The share is lowered after a step that was too long because of its chunk. It is raised after a step within its
-        limit. Nothing changes after a step that would have been too long even without its chunk.
+        The share is lowered after a step that was too long because of its chunk. The share is raised after a step
+        within `limit`. Nothing changes after a step that would have been too long even without its chunk.
         """
         expected_s = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys)
         share = self._share
@@ -187,11 +199,11 @@ class Fair:
 
 
 class _Usual:
-    """The median time of steps without prompts.
+    """Holds the median time `seconds` of the last steps without prompts, for one number of decoding requests.
 
     num_chunks: the number of steps with prompts since the last step without prompts. least_s: the shortest median so
-    far. It sets the limit of steps in which no request decodes. The current median would be a worse measure, because
-    long drafts make a step several times as long and do not help a new request.
+    far. least_s sets the time limit of steps in which no request decodes. The current median would be a worse limit: it
+    may contain long drafts, which make a step several times as long and do not help a new request.
     """
 
     def __init__(self) -> None:
@@ -206,7 +218,10 @@ class _Usual:
 
 
 class Chunks:
-    """The time of prompt chunks: a line fitted to all, and the factor by which the last few chunks differ from it."""
+    """Predicts the time of prompt chunks with a line fitted to all chunks.
+
+    The line is multiplied by the median ratio of the last few chunks' times to the line.
+    """
 
     def __init__(self) -> None:
         self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that they attended to, seconds
@@ -214,7 +229,10 @@ class Chunks:
         self._base, self._slope, self._level = 0.0, 0.0, 1.0
 
     def observe(self, num_tokens: int, num_keys: int, seconds: float) -> None:
-        """Learn how long the prompt tokens of a step took."""
+        """Add the prompt chunks of a step to the fit.
+
+        num_keys: the number of keys that the `num_tokens` tokens attended to, in total. seconds: the time they took.
+        """
         self._last.append((num_tokens, num_keys, seconds))
         if len(self._last) == _NUM_CHUNKS:
             seconds = min(
@@ -225,7 +243,10 @@ class Chunks:
         self._level = median(factors)
 
     def _learn(self, weight: float, keys: float, token_s: float) -> None:
-        """Update the weighted means and moments (Welford's method, West 1979), and compute the line from them."""
+        """Update the weighted means and moments (Welford's method, West 1979), and compute the line from them.
+
+        weight: the number of tokens. keys: the mean number of keys per token. token_s: the mean seconds per token.
+        """
         before = _KEPT * self._weight
         self._weight = before + weight
         away, part = keys - self._keys, weight / self._weight
@@ -248,7 +269,10 @@ class Chunks:
         return self._weight > 0
 
     def expected_s(self, num_tokens: int, num_keys: int) -> float:
-        """Return the expected seconds of a chunk; 0 while no chunk has been observed."""
+        """Return the expected seconds of a chunk; 0 if no chunk has been observed.
+
+        num_keys: the number of keys that the `num_tokens` tokens attend to, in total.
+        """
         return self._level * self._line(num_tokens, num_keys)
 
     def fitting(self, seconds: float, num_before: int) -> int:

@@ -1,7 +1,7 @@
-"""The checks before an engine is built: whether the drafters fit the target, and whether this machine has the memory.
+"""Checks before an engine is built: whether the drafters fit the target, and whether this machine has enough memory.
 
 The cheaper check comes first. `refuse_early` checks the options against config.json, the tokenizer and all other files
-but the weights. `with_room` checks that there is enough memory. Then building.py builds the engine.
+except the weights. `with_room` checks that there is enough memory. Then building.py builds the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.registry import names
 
 @dataclass(frozen=True)
 class OwnDraft(drafters.Wanted):
-    """A drafting method of a configuration.
+    """Describes a drafting method that a configuration names, or a part of a combined method.
 
     label: the name of the method's draft model in `Outlines.models`; None = the method has no draft model.
     """
@@ -34,9 +34,9 @@ class OwnDraft(drafters.Wanted):
 
 @dataclass(frozen=True)
 class Outlines:
-    """The models that LLM would load or make, and the needs of the drafters. No weight has been read yet.
+    """Describes the models that LLM would load or make, and the needs of the drafters, without reading weights.
 
-    drafts: every drafting method, including the parts of combined methods.
+    opened: the target. drafts: every drafting method, including the parts of combined methods.
     """
 
     opened: Opened
@@ -44,7 +44,10 @@ class Outlines:
 
     @classmethod
     def of(cls, opened: Opened) -> Outlines:
-        """Collect the needs of a configuration's drafters. Raises UserError for a configuration that LLM refuses."""
+        """Return the Outlines of a target and of the drafters that its configuration names.
+
+        Raises UserError for a configuration that LLM refuses.
+        """
         config, drafts = opened.config, list[OwnDraft]()
         for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
             number = 0
@@ -58,9 +61,10 @@ class Outlines:
 
     @cached_property
     def models(self) -> Mapping[str, Outline]:
-        """The models by name: "target", "draft", then `extra_drafts`; models made of the target's weights come last.
+        """The outlines of all models, by name: "target", "draft", then the extra drafts.
 
-        Raises UserError for a draft model that LLM refuses, and BadOption for a drafter that lacks its draft model.
+        Models that are made of the target's weights come last. Raises UserError for a draft model that LLM refuses, and
+        BadOption for a drafter that lacks its draft model.
         """
         opened = self.opened
         outlines = {"target": opened.outline}
@@ -82,7 +86,10 @@ class Outlines:
         return outlines
 
     def _has_no_more_bits(self, quantization: str) -> bool:
-        """Return whether some weights of the target will be integers of at most as many bits as `quantization` has."""
+        """Return whether some of the target's weights stay in memory as integers with no more bits than `quantization`.
+
+        quantization: a spec that Quantization.parse reads.
+        """
         opened = self.opened
         packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
         return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
@@ -94,15 +101,15 @@ class Outlines:
 
     @property
     def num_taps(self) -> int:
-        """The number of the target's inner layers whose hidden states drafters read in each pass."""
+        """The number of different inner layers of the target whose hidden states drafters read in each pass."""
         return len({layer for draft in self.drafts for layer in draft.needs.layers})
 
     @property
     def beside(self) -> Mapping[str, Beside]:
-        """The weights of trained drafting heads, by name.
+        """The weights that drafters keep besides a draft model, such as trained drafting heads, by name.
 
-        The name is the label of the drafter's model, or the drafter's method where it has no model. Where several heads
-        would have the same name, each head after the first gets a number.
+        The name is the label of the drafter's model, or the drafting method if there is no model. If several entries
+        would have equal names, each entry after the first gets a number.
         """
         weights = dict[str, Beside]()
         for draft in sorted(self.drafts, key=lambda draft: draft.label is None):
@@ -127,16 +134,16 @@ class Outlines:
         return holders
 
     def _with_models(self) -> list[tuple[str, str, drafters.Needs]]:
-        """Return the model's name, the method and the needs of each drafter that has a model."""
+        """Return the model's name, the method and the needs of each drafting method that has a draft model."""
         return [(draft.label, draft.method, draft.needs) for draft in self.drafts if draft.label is not None]
 
     def plan(
         self, available: int | None, models: Mapping[str, Outline] | None = None, config: EngineConfig | None = None
     ) -> MemoryPlan:
-        """Return the memory plan.
+        """Return the memory plan of the engine.
 
-        available: the available bytes; None = unknown. models: the models to plan; None = `self.models`. config: a
-        configuration that replaces the one with which the target was opened.
+        available: the available bytes; None = unknown. models: the models to plan; None = `self.models`. config: the
+        configuration to plan; None = the configuration with which the target was opened.
         """
         opened = self.opened
         models = self.models if models is None else models
@@ -157,9 +164,10 @@ class Outlines:
         )
 
     def fitted(self, available: int | None, models: Mapping[str, Outline] | None = None) -> tuple[Opened, MemoryPlan]:
-        """Return the target and its memory plan.
+        """Return the target and the memory plan of the engine.
 
-        Where max_seq_len is None and the default context does not fit, sequences of at most 4,096 tokens are planned.
+        If max_seq_len is None and the default context does not fit, sequences of at most 4,096 tokens are planned
+        instead. If they fit, the returned target is opened under the shorter max_seq_len.
         """
         plan = self.plan(available, models)
         config = self.opened.config
@@ -174,7 +182,7 @@ class Outlines:
 
 
 def refuse_early(opened: Opened) -> Outlines:
-    """Check an engine's options against all files but the weights, such as config.json and the tokenizer.
+    """Check an engine's options against config.json, the tokenizer and all other files except the weights.
 
     Returns the outlines of the target and of the draft models. Raises UserError for an engine that is not possible.
     """
@@ -199,11 +207,11 @@ def refuse_early(opened: Opened) -> Outlines:
 
 
 def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlines, str | None]:
-    """Return the outlines for a memory plan, and the reason why vocabularies were not compared.
+    """Return the outlines for a memory plan, and the reason if vocabularies were not compared.
 
-    A plan needs only config.json. Where another file is missing, the vocabularies of draft models are not compared with
-    the target's vocabulary, and the reason names that file. The reason is None if vocabularies were compared, or if
-    there are no draft models. widen: maps the target's spec to the spec of the plan.
+    A plan needs only config.json. If another file is missing, the vocabularies of draft models are not compared with
+    the target's vocabulary, and the reason names the missing file. The reason is None if the vocabularies were
+    compared, or if there are no draft models. widen: maps the target's spec to the spec to plan.
     """
 
     def outlined(config_only: bool = False) -> Outlines:
@@ -221,10 +229,11 @@ def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlin
 
 
 def usable_drafts(opened: Opened) -> list[str]:
-    """Return further methods, with default options, that an engine of this configuration could offer to requests.
+    """Return the drafting methods that the engine could offer to requests besides the methods of its configuration.
 
-    Methods that the files of the target or of the draft models rule out are not among them. Where the memory is too
-    small for the models of all these methods together, only methods without a model are returned.
+    The methods have their default options. Methods are left out if the files of the target or of the draft models rule
+    them out. If the memory is too small for the models of all these methods together, methods with a model are left
+    out.
     """
     config = opened.config
     named_already = {opened.resolve(spec)[0] for spec in (config.draft, *config.extra_draft_specs)}
@@ -246,11 +255,11 @@ def usable_drafts(opened: Opened) -> list[str]:
 
 
 def with_room(outlines: Outlines) -> Opened:
-    """Return the target of an engine that fits into this machine's memory.
+    """Check that an engine fits into this machine's memory, and return its target.
 
-    Where max_seq_len is None, the context may be shortened to fit. A draft model that the caller has loaded is not in
-    the configuration, so it is not counted. Raises CapacityError where even the shortened context needs too much
-    memory. The message says how much is needed and available, and which options would fit.
+    If max_seq_len is None, the context may be shortened to fit. A draft model that the caller has loaded is not in the
+    configuration, so its memory is not counted. Raises CapacityError if even the shortened context needs too much
+    memory. The message says how much memory is needed and available, and which options would fit.
     """
     opened, plan = outlines.fitted(available_bytes(outlines.opened.device))
     if not plan.fits:
@@ -259,10 +268,10 @@ def with_room(outlines: Outlines) -> Opened:
 
 
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
-    """Check several engines with `refuse_early` before any weight is read, and check that all fit into memory together.
+    """Check several engines with `refuse_early`, and check that all fit into memory together. Reads no weights.
 
-    Returns the engines' targets. Raises UserError as `refuse_early` does. Raises CapacityError, as `with_room` does,
-    where this machine has no memory for all engines at once. configs: the engines' configurations by name.
+    configs: the engines' configurations, by name. Returns the engines' targets, by name. Raises UserError for an engine
+    that is not possible. Raises CapacityError if this machine has not enough memory for all engines at once.
     """
     outlines = dict[str, Outlines]()
     for name, config in configs.items():
@@ -281,7 +290,10 @@ def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
 
 
 def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> MemoryPlan:
-    """Return the memory plan of several engines in one process. available: the available bytes; None = unknown."""
+    """Return the memory plan of several engines in one process.
+
+    outlines: the engines, by name. available: the available bytes; None = unknown.
+    """
 
     def plans(**options: int) -> dict[str, MemoryPlan]:
         return {name: one.plan(None, config=_at_most(one, options)) for name, one in outlines.items()}
@@ -290,7 +302,10 @@ def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> Me
 
 
 def _at_most(outlines: Outlines, options: Mapping[str, int]) -> EngineConfig:
-    """Return an engine's configuration, with its values capped at the values of these options."""
+    """Return an engine's configuration with values no larger than the values of `options`.
+
+    options: max_seq_len, max_batch_size or both.
+    """
     config = outlines.opened.config
     current = {"max_seq_len": outlines.opened.max_seq_len, "max_batch_size": config.max_batch_size}
     least: dict[str, Any] = {name: min(value, current[name]) for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""LLM, the interface for callers with checkpoints and texts. It loads models, encodes prompts and runs an engine."""
+"""The class LLM, for callers with checkpoints and texts. An LLM loads models, encodes prompts and runs an engine."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ _LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # the at
 
 
 def _end(loop: Loop, folder: Folder | None) -> None:
-    """End the engine's thread, and write the KV-cache rows that are still to be written to `folder`."""
+    """End the engine's thread, and write the pending KV-cache rows to `folder`."""
     loop.close()
     if folder is not None:
         folder.close()
 
 
 class LLM:
-    """A target model with speculation.
+    """Runs a target model with speculative decoding.
 
     target: a checkpoint folder, a GGUF file, a hub id, a name that `forerun models` lists, a loaded Checkpoint, or None
     for smollm2, which must be on this machine. Options: the fields of EngineConfig, with the aliases draft_model,
     num_speculative_tokens, speculative_config, use_speculative_decoding; draft may also be a loaded Checkpoint, or a
     function that makes a custom drafter for a drafters.Target.
-    Raises UserError for everything that the caller can fix.
+    Raises UserError for every problem that the caller can fix.
 
-    Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
+    Threads and asynchronous tasks may share one LLM. Their requests run in one batch, in a thread of the LLM.
     """
 
     __signature__ = llm_signature()
@@ -99,19 +99,19 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """Make an LLM from a finished configuration."""
+        """Make an LLM from an EngineConfig, which also names the target."""
         return cls(config.target, **config.options())
 
     @classmethod
     def from_opened(cls, opened: Opened) -> LLM:
-        """Make an LLM of a target that the caller has already opened, for example to see if it has a chat template."""
+        """Make an LLM of a target that is already opened. `opened` also has the configuration."""
         return cls(opened)
 
     def params(self, **fields: Any) -> SamplingParams:
-        """Return the default parameters with these fields changed: `llm.params(max_tokens=32)`.
+        """Return the model's default parameters with the given fields changed, such as `llm.params(max_tokens=32)`.
 
-        In SamplingParams(max_tokens=32), the other fields have the defaults of the class, such as temperature 1, and
-        not the model's defaults.
+        SamplingParams(max_tokens=32) is different: its other fields have the defaults of the class SamplingParams, such
+        as temperature 1, and not the model's defaults.
         """
         return SamplingParams(**{**self.usual_fields, **fields})
 
@@ -123,14 +123,14 @@ class LLM:
         *,
         raw: bool = False,
     ) -> list[RequestOutput]:
-        """Return outputs in the order of the prompts. A prompt is a text or token ids.
+        """Generate and return the outputs of all prompts, in the order of the prompts. A prompt is a text or token ids.
 
         If the model has a chat template (`answers_texts`), a text is a message that the model answers. Otherwise, and
-        with raw=True, the model continues the text. Token ids are taken as they are. params: one for all prompts, or
-        one for each prompt; None = the model's defaults (`default_params`).
+        with raw=True, the model continues the text. Token ids are never changed. params: one SamplingParams for all
+        prompts, or one for each prompt; None = the model's defaults (`default_params`).
 
-        Where params.n asks for several outputs, the outputs of a prompt follow each other. A beam search
-        (params.num_beams) returns its outputs best first, each with its score.
+        If params.n asks for several outputs, all outputs of a prompt come before the outputs of the next prompt. A beam
+        search (params.num_beams) returns its outputs best first, each with its score.
         """
         return self._generate(as_list(prompts), params, raw)
 
@@ -170,14 +170,15 @@ class LLM:
         hear: Callable[[Request], None] = unheard,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Queue all prompts and return their requests at once: params.n requests for each prompt, in order.
+        """Queue all prompts, and return their requests without waiting: params.n requests for each prompt, in order.
 
         If one prompt is impossible, no prompt is queued. Prompts, params and raw are as in `generate`, and answer_form
         is as in `stream`.
 
         The engine's thread calls hear(request) after each step that advanced the request, and when the request ends.
-        Let `hear` only put the request into a queue. A request has ended when its `seq.finish_reason` is set. It then
-        has its `output()`, or the `error` that ended it. Call `end` for requests that are no longer wanted.
+        `hear` must be fast: it should only put the request into a queue. A request has ended when its
+        `seq.finish_reason` is set. It then has its `output()`, or the `error` that ended it. Call `end` for requests
+        that are no longer wanted.
         """
         requests = self._make(as_list(prompts), params, hear, raw, answer_form)
         self._loop.add(requests)
@@ -185,7 +186,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer. Raises NotFound where there is none; prompts and outputs are then token ids."""
+        """The target's tokenizer. Raises NotFound if the target has no tokenizer, so that prompts must be token ids."""
         return needed(self.opened.tokenizer, self.checkpoint.name)
 
     @property
@@ -195,7 +196,7 @@ class LLM:
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters that requests may choose, by name. The first one serves requests that choose no drafter."""
+        """The drafters that requests may choose, by name. The first drafter serves requests that choose no drafter."""
         return self.engine.drafter.members
 
     @property
@@ -204,11 +205,14 @@ class LLM:
         return self._loop.failure
 
     def queue(self, requests: Seq[Request]) -> None:
-        """Queue requests that `engine.make` made, and return at once; see `submit`."""
+        """Queue requests that `engine.make` has made, and return without waiting for them (see `submit`)."""
         self._loop.add(requests)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End submitted requests and free their memory after the running step. Requests that have ended stay so."""
+        """End submitted requests and free their memory, once the running step is over. Returns without waiting.
+
+        Requests that have already ended are not changed.
+        """
         self._loop.end(requests)
 
     @names_keywords
@@ -220,12 +224,12 @@ class LLM:
         raw: bool = False,
         answer_form: AnswerForm | None = None,
     ) -> Iterator[Chunk]:
-        """Yield chunks as tokens are verified: text that can no longer change, and its tokens.
+        """Yield chunks of the output as tokens are committed. A chunk has new tokens, and text that is final.
 
-        prompt, params and raw are as in `generate`. answer_form: the result of the method `answer_form`, where the
-        parts of the answer are wanted. Each chunk then has `parts`: text, reasoning, and calls as they are written.
+        prompt, params and raw are as in `generate`. answer_form: the result of the method `answer_form`, if the parts
+        of the answer are wanted. Each chunk then has `parts`: text, reasoning, and tool calls as they are written.
 
-        Where params.n asks for several outputs, their chunks come mixed, each with the `index` of its output. Leaving
+        If params.n asks for several outputs, their chunks are interleaved, each with the `index` of its output. Leaving
         the loop early ends the request.
         """
         refuse_to_stream(params)
@@ -282,13 +286,13 @@ class LLM:
         max_thinking_tokens: int | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the next turn of one conversation, or of several at once.
+        """Generate the next message of one conversation, or of each of several conversations.
 
         An output has its tool calls in `tool_calls`, its reasoning in `reasoning`, and the whole answer in `message`,
         as a message to append to the conversation. tools: JSON schemas of functions that the model may call.
         tool_choice: auto; required, which constrains the answer to calls with valid arguments; none; or the name of the
-        tool to call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the limit at
-        which the reasoning is closed; None = no limit. template: see `apply_chat_template`.
+        tool to call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the largest
+        number of reasoning tokens; None = no limit. template: see `apply_chat_template`.
         """
         answer_form = self.answer_form(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
@@ -310,11 +314,11 @@ class LLM:
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
     ) -> AnswerForm | None:
-        """Return the form that splits the model's answers into text, reasoning and tool calls.
+        """Return the AnswerForm that splits the model's answers into text, reasoning and tool calls.
 
-        The marks around these parts, such as <think>, come from the chat template. Returns None where answers have no
-        marks and are only text. The arguments are as in `chat`. Raises BadOption for invalid tools, and for a
-        tool_choice that is not possible.
+        The marks around these parts, such as <think>, come from the chat template. Returns None if the model's answers
+        have no such marks. The arguments are as in `chat`. Raises BadOption for invalid tools, and for a tool_choice
+        that is not possible.
         """
         use = ToolRequest.of(tools or (), tool_choice, parallel_tool_calls)
         answer_marks = self.chat_template.answer_marks
@@ -332,7 +336,7 @@ class LLM:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The template that the configuration names, else the checkpoint's. Raises NotFound where there is none."""
+        """The chat template of the configuration, or else of the checkpoint. Raises NotFound if neither has one."""
         return self.opened.chat_template
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
@@ -361,9 +365,9 @@ class LLM:
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Run `call` once after each step, when all requests of the step have been notified.
+        """Run `call` once after each step, when `hear` of all requests of the step has been called.
 
-        The engine's thread runs `call`, which can hand the news of all these requests to another thread at once.
+        So the news of all these requests can be handed to another thread at once. The engine's thread runs `call`.
         Returns a function that ends these calls.
         """
         self._loop.behind += (call,)
@@ -374,26 +378,26 @@ class LLM:
         return end
 
     def pass_times(self) -> dict[str, PassTime]:
-        """Return curves by name: the time of a pass by its number of rows, for the target (under "") and each drafter.
+        """Return the pass times of the target (under "") and of each drafter, by name.
 
-        If the pacing policy needs pass times, they are measured once on a machine, as soon as no request has come for a
-        second. Until then each curve is a default curve, which the passes of requests correct. `one_row_s` of a curve
-        is None before the model's first pass.
+        Each value is a curve: the time of a pass by its number of rows. If the pacing policy needs pass times, they are
+        measured once on a machine, as soon as no request has come for a second. Before, a curve has default values,
+        which the passes of requests correct. `one_row_s` of a curve is None before the model's first pass.
         """
         costs = self.engine.costs
         return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
 
     def measure_passes(self) -> None:
-        """Measure unknown pass times now, instead of when no request has come for a second.
+        """Measure unknown pass times now, without waiting for a second in which no request comes.
 
-        Running requests wait meanwhile. If the pacing policy needs no pass times, nothing is measured.
+        Running requests wait during the measurement. If the pacing policy needs no pass times, nothing is measured.
         """
         self._loop.call(self.engine.pacing.measure)
 
     def close(self) -> None:
-        """End all requests and release weights and caches; every later call is refused, except another `close`.
+        """End all requests, and release weights and caches. Later calls raise BadOption, except another `close`.
 
-        `with LLM(...) as llm:` closes it at the end.
+        `with LLM(...) as llm:` calls `close` at the end of the block.
         """
         if "engine" not in vars(self):
             return
@@ -441,7 +445,10 @@ class LLM:
         raw: bool,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Return the requests of all prompts, not queued yet. Raises as `Engine.add` for an impossible request."""
+        """Return the requests of all prompts, not queued yet.
+
+        Raises UserError or CapacityError for an impossible request.
+        """
         requests: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
@@ -462,9 +469,10 @@ def _nothing() -> None:
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
-    """Yield the chunk that a step added to a request. If the request has ended, its reader is removed from `readers`.
+    """Yield the chunk that a step added to a request. Yields nothing for a step without new tokens.
 
-    A step without new tokens has no chunk, unless the request has ended.
+    If the request has ended, its last chunk is yielded even without new tokens, and its reader is removed from
+    `readers`.
     """
     chunk = readers[request].chunk(mark)
     if mark.finish_reason is not None:
@@ -474,10 +482,10 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
 
 
 def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
-    """Return the caller's function that makes a drafter; None where the caller gave no such function.
+    """Return the function in the options that makes a drafter, or None if the options have no such function.
 
-    Where there is such a function, the option `draft` is set to "none". Raises BadOption where another option also
-    names a drafter, and where the caller gave a drafter itself instead of a function that makes one.
+    If there is such a function, the option `draft` is set to "none". Raises BadOption if another option also names a
+    drafter, and if an option is a Drafter object instead of a function that makes a drafter.
     """
     names = ("draft", "draft_model")
     for name in names:
@@ -497,7 +505,10 @@ def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
 def _open(
     target: str | Path | Checkpoint | Opened | None, options: Mapping[str, Any], has_loaded_draft: bool
 ) -> Opened:
-    """Open an LLM's target, under the configuration that the options give. Raises UserError for impossible options."""
+    """Open the target of an LLM under the configuration that `options` describe.
+
+    has_loaded_draft: whether the caller has loaded a draft model. Raises UserError for impossible options.
+    """
     if isinstance(target, Opened):
         return target
     if isinstance(target, Checkpoint):

@@ -1,6 +1,7 @@
-"""One thread steps the engine for all requests; callers give it work through a queue and wait on queues of their own.
+"""Runs an engine in one thread for all callers.
 
-A step is never interrupted. Ctrl-C and cancelled tasks reach the thread that waits, not the thread that steps.
+Callers put commands into a queue of this thread, and wait for results on queues of their own. A step is never
+interrupted. Ctrl-C and cancelled tasks reach the thread that waits, not the thread that steps.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ PAUSE_S = 1.0  # seconds without a request, after which the engine measures
 
 
 class Loop:
-    """The owner of an engine: commands to the engine run in the thread that steps, between two steps.
+    """Owns an engine and the thread that steps it. Commands to the engine run in this thread, between two steps.
 
-    The thread starts with the first request. When no request is left, the thread lets the engine measure its passes
-    once, and then sleeps until the next command. failure: the error of the last step that failed as a whole. The
-    requests that ran in that step are ended, and the thread goes on.
+    The thread starts when `add` or `call` first needs it. When no request is left, the thread lets the engine measure
+    its pass times once, and then sleeps until the next command. failure: the error of the last step that failed as a
+    whole. The requests that ran in this step are ended, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,7 +45,10 @@ class Loop:
         self._process, self._is_busy = os.getpid(), False
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests. The engine will call their `hear`. Raises BadOption where the engine cannot take requests."""
+        """Queue requests. The engine's thread will call their `hear`.
+
+        Raises BadOption if called from the engine's thread, or in a fork of a process whose engine was busy.
+        """
 
         def queue() -> None:
             self._engine.queue(requests)
@@ -53,9 +57,9 @@ class Loop:
         self._post(queue)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End requests and free their memory after the running step, without waiting for it.
+        """End requests and free their memory, once the running step is over. Returns without waiting.
 
-        Requests that have ended stay as they are.
+        Requests that have already ended are not changed.
         """
         left = [request for request in requests if request.seq.finish_reason is None]
 
@@ -96,7 +100,7 @@ class Loop:
         self.call(abort)
 
     def close(self) -> None:
-        """End the thread after the running step and all commands queued so far, and wait for its end."""
+        """End the engine's thread after the running step and all commands queued so far. Waits until it has ended."""
         thread = self._thread
         if thread is not None and self._stepping.locked() and thread is not threading.current_thread():
             self._commands.put(None)
@@ -115,7 +119,10 @@ class Loop:
             self._commands.put(command)
 
     def _take_over(self) -> None:
-        """Go on in a child of fork(2), which copies no threads. Raises BadOption if the parent's engine was busy."""
+        """Reset queue and locks in a child of fork(2), which has no copy of the parent's threads.
+
+        Raises BadOption if the parent's engine was running requests or measuring passes.
+        """
         if self._is_busy:
             raise BadOption(
                 "this process was forked while its parent's engine was running requests or measuring its passes, which "
@@ -126,10 +133,10 @@ class Loop:
         self._stepping, self._posting = threading.Lock(), threading.Lock()
 
     def _run(self, begun: SimpleQueue[None]) -> None:
-        """Run commands and steps, unless another thread already does so.
+        """Run commands and steps in this thread, unless another thread already runs them.
 
-        Another thread may do so where Ctrl-C interrupted `_post` while it started that thread. begun: a queue that
-        gets an item as soon as a thread runs commands and steps.
+        There may be another thread if Ctrl-C interrupted `_post` just after `_post` had started that thread. begun: a
+        queue that gets an item as soon as one of the threads runs commands and steps.
         """
         is_first = self._stepping.acquire(blocking=False)
         if is_first:
@@ -148,7 +155,7 @@ class Loop:
                 self._commands.put(None)  # end after the commands posted meanwhile, which started no thread
 
     def _step_on(self) -> None:
-        """Run commands and steps until a command is None."""
+        """Run commands, and steps while requests are unfinished, until a command is None."""
         while True:
             while not (going := self._unfinished()) or not self._commands.empty():
                 self._is_busy = bool(going)
@@ -171,9 +178,9 @@ class Loop:
             self._call_behind()
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next command.
+        """Wait for the next command, and return it.
 
-        If none comes for PAUSE_S seconds, the engine measures passes until a command comes.
+        If no command comes for PAUSE_S seconds, the engine measures pass times until a command comes.
         """
         try:
             return self._commands.get(timeout=PAUSE_S)

@@ -1,7 +1,7 @@
-"""A target under a configuration, opened once: everything that an engine must know before weights are read.
+"""Opens a target under a configuration, once, for everything that an engine must know before weights are read.
 
-models/opened.py opens the files of targets and draft models, all but the weights. This module answers questions that
-only an engine has: which drafter `auto` stands for, which device and dtype are used, and how requests are answered.
+models/opened.py opens all files of targets and draft models except the weights. This module computes the facts that
+only an engine needs: which drafter `auto` stands for, which device and dtype are used, and how texts are answered.
 Drafters see an opened target through the interface drafters.Known.
 """
 
@@ -46,11 +46,11 @@ def is_shipped(target: str | Path | None) -> bool:
 
 
 def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str:
-    """Return the drafter that `auto` stands for.
+    """Return the name of the drafter that `auto` stands for.
 
-    It is a draft model if the caller has loaded one or the target is the shipped model. Otherwise it is the drafter
-    that data/models.toml names for the target. If the file names none, it is a drafter that searches the text and needs
-    no model.
+    This is drafters.BY_MODEL if the caller has loaded a draft model or the target is the shipped model. Otherwise it is
+    the drafter that data/models.toml names for the target. If the file names no drafter, it is drafters.WITHOUT_MODEL,
+    which searches the text.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -59,7 +59,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
 
 
 def torch_device(name: str) -> str:
-    """Return torch's device for the name auto, cpu or cuda. Raises BadOption for cuda where torch sees no CUDA device.
+    """Return the torch device for the option `device`: auto, cpu or cuda. Raises BadOption for cuda without a GPU.
 
     auto always means cpu, because forerun has been tested on only one model of CUDA card (docs/use/gpu.md).
     """
@@ -75,12 +75,12 @@ def torch_device(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A target under a configuration. drafters.Known describes the properties that drafters read.
+    """Holds an opened target and its configuration. drafters.Known describes the properties that drafters read.
 
     files: the opened checkpoint of the target, without weights. has_loaded_draft: whether the caller has loaded a draft
     model; if so, `auto` stands for this model. config_only: whether only config.json was read; tokenizers are then not
-    compared. beside: checkpoints opened so far, by real path or name (`named.place`). methods: the parsed specs of
-    drafters. meant: the cached results of `resolve`.
+    compared. beside: the target and other checkpoints opened so far, by real path or name (`named.place`). methods: the
+    parsed drafter specs of the configuration, by spec. meant: the cached results of `resolve`, by spec.
     """
 
     config: EngineConfig
@@ -93,10 +93,10 @@ class Opened:
 
     @classmethod
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
-        """Open the target that a configuration names, or the default model where it names no target.
+        """Open the target that a configuration names, or the default model if the configuration names no target.
 
-        Options that are impossible by themselves raise UserError before any file is opened. Options that the files rule
-        out raise UserError later. config_only: whether to read only config.json.
+        Options that are impossible for every target raise UserError before a file is opened. Options that contradict
+        the files raise UserError later. config_only: whether to read only config.json.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
@@ -107,7 +107,10 @@ class Opened:
 
     @classmethod
     def of_loaded(cls, checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> Opened:
-        """Return the Opened of a target that the caller has loaded, and may have changed. Raises UserError."""
+        """Return the Opened of a target that the caller has loaded. The caller may have changed the loaded model.
+
+        Raises UserError for impossible options.
+        """
         files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
         methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
         methods.pop("auto", None)
@@ -118,7 +121,7 @@ class Opened:
         return replace(self, config=config)
 
     def widened(self, spec: Spec) -> Opened:
-        """Return the target as it will be once its model in memory is changed to the spec `spec`."""
+        """Return the target with its spec replaced by `spec`, for a model that is changed in memory after loading."""
         return replace(self, files=self.files.widened(spec))
 
     # ------------------------------------------------------------------------------------------------ what drafters ask
@@ -145,12 +148,12 @@ class Opened:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the target has none, so that prompts and outputs are token ids."""
+        """The tokenizer; None if the target has no tokenizer, so that prompts and outputs are token ids."""
         return self.files.tokenizer
 
     @property
     def fingerprint(self) -> str | None:
-        """The tokenizer's fingerprint, which files with token ids must name; None without a tokenizer."""
+        """The tokenizer's fingerprint, which files that hold token ids must name; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
     @property
@@ -167,10 +170,10 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        It is the first of these that exists: a draft model that the caller has loaded, a drafting head that was trained
-        on this machine for the target, the draft model that ships with the target, the drafter that data/models.toml
-        names for the target, the target's next-token blocks, a drafter in the target's folder. Otherwise it is a
-        drafter that searches the text.
+        It is the first drafter in this list that exists: the draft model that the caller has loaded, a drafting head
+        that was trained on this machine for the target, the draft model that ships with the target, the drafter that
+        data/models.toml names for the target, the target's next-token block, a drafter in the target's folder, and
+        last, a drafter that searches the text.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
@@ -185,7 +188,7 @@ class Opened:
         return name if beside is None or not self._serves(beside) else beside
 
     def _serves(self, spec: str) -> bool:
-        """Return whether a drafter that was found for the target can draft for it. Logs the reason if it cannot."""
+        """Return whether the drafter `spec` can draft for the target. If it cannot, log the reason."""
         try:
             layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
             if max(layers, default=0) > self.num_layers:
@@ -220,8 +223,8 @@ class Opened:
     def resolve(self, spec: str) -> tuple[str, Any]:
         """Return the method and the Options that a drafter's spec stands for. Results are cached.
 
-        A spec is read as drafters.resolve reads it, with one addition. Some checkpoints are no complete models, and
-        only one drafter can run them. The name of such a checkpoint stands for that drafter.
+        The spec is resolved by drafters.resolve, with one addition. Some checkpoints are incomplete models that only
+        one drafting method can run. The name of such a checkpoint stands for this method.
         """
         if spec not in self.meant:
             auto = self.auto if spec == "auto" else drafters.WITHOUT_MODEL
@@ -231,7 +234,10 @@ class Opened:
         return self.meant[spec]
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Open another checkpoint, such as a draft model, once for all callers. Raises as OpenedCheckpoint.of does."""
+        """Return another opened checkpoint, such as a draft model. Each checkpoint is opened only once.
+
+        Raises UserError as OpenedCheckpoint.of does.
+        """
         place = named.place(name)
         if place not in self.beside:
             self.beside[place] = OpenedCheckpoint.of(
@@ -248,7 +254,7 @@ class Opened:
     def device(self) -> str:
         """The device on which LLM will run the target: "cpu" or "cuda".
 
-        Where an engine is only planned, it may be "cuda" although this machine has no such device.
+        For an engine that is only planned, the device may be "cuda" on a machine without CUDA.
         """
         return "cpu" if self.config.device == "auto" else self.config.device
 
@@ -276,9 +282,9 @@ class Opened:
 
     @cached_property
     def room(self) -> Room:
-        """The largest number of tokens in one sequence, and in the whole cache.
+        """The largest number of tokens in one sequence, and in the whole KV cache.
 
-        Raises BadOption where the configuration wants more tokens than the model has positions.
+        Raises BadOption if the configuration asks for more tokens than the model has positions.
         """
         return room_of(self.config, reaching(self.spec, self.config.max_seq_len))
 
@@ -289,7 +295,7 @@ class Opened:
 
     @property
     def kv_cache_tokens(self) -> int | None:
-        """The number of tokens in the whole cache; None = as many as a whole batch of the longest sequences needs."""
+        """The number of tokens in the whole KV cache; None = as many as a full batch of the longest sequences needs."""
         return self.room.kv_cache_tokens
 
     def load(self) -> Checkpoint:
@@ -318,15 +324,15 @@ class Opened:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The template that the configuration names, else the target's. Raises NotFound where there is none."""
+        """The chat template of the configuration, or else of the target. Raises NotFound if neither has one."""
         return ChatTemplate.of(self.files.small, self._templates, is_own=self.config.chat_template is None)
 
     @cached_property
     def answers_texts(self) -> bool:
-        """Whether the model answers a plain text as a message; otherwise it continues the text.
+        """Whether a prompt that is a text is a message to answer; if False, the model continues the text.
 
-        True where there is a chat template. The shipped model is an exception: its template only joins the turns of a
-        conversation to one text.
+        True if there is a chat template, except for the shipped model, whose template only joins the messages of a
+        conversation.
         """
         if self.is_shipped:
             return False
@@ -340,10 +346,10 @@ class Opened:
     def usual_fields(self) -> Mapping[str, Any]:
         """The target's default sampling parameters, by name. Other parameters have the defaults of SamplingParams.
 
-        The values of the target's generation_config.json come first. Where the file says nothing about drawing, and the
-        model answers texts, the values of data/models.toml or named.USUAL are added. An unsupported value in the file
-        is left out with a warning. With the option generation_config='model', such a value raises UnsupportedModel.
-        With 'none', there are no default parameters.
+        The values come from the target's generation_config.json. If this file sets none of temperature, top_k, top_p
+        and min_p, and the model answers texts, values of data/models.toml or named.USUAL are added. An unsupported
+        value in the file is left out with a warning. With the option generation_config='model', an unsupported value
+        raises UnsupportedModel. With 'none', there are no default parameters.
         """
         if self.config.generation_config == "none":
             return {}
@@ -364,12 +370,15 @@ class Opened:
         return {**((known and known.sampling) or named.USUAL), **fields}
 
     def text_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, for callers with texts. Raises NotFound where the target has none."""
+        """Return the tokenizer, for callers with texts. Raises NotFound if the target has no tokenizer."""
         return needed(self.tokenizer, str(self.files.folder))
 
 
 def disk_limit(config: EngineConfig) -> Limit | None:
-    """Return the parsed option kv_disk; None where it is not set. Raises BadOption where the disk cannot be used."""
+    """Return the parsed option kv_disk, or None if kv_disk is not set.
+
+    Raises BadOption for an invalid value, and if other options rule out kv_disk.
+    """
     if config.kv_disk is None:
         return None
     if config.kv_cache_backend != "paged" or not config.prefix_caching:
@@ -380,7 +389,10 @@ def disk_limit(config: EngineConfig) -> Limit | None:
 
 
 def _refuse_options(config: EngineConfig, auto: str) -> dict[str, tuple[str, Any]]:
-    """Raise UserError for options that are impossible whatever the files hold. Returns the drafters' parsed specs."""
+    """Raise UserError for options that are impossible for every target. Return the parsed drafter specs, by spec.
+
+    auto: the drafter that `auto` stands for.
+    """
     ops.resolve(config.ops, "cuda" if config.device == "cuda" else "cpu")
     pacing.make(config.pacing_spec, config.spec_length)
     disk_limit(config)

@@ -1,7 +1,7 @@
 """The keyword options of LLM for type checkers, editors and help(): EngineConfig's fields, and the aliases.
 
 Type checkers cannot read a dataclass as keywords, so names and types are repeated here. EngineConfig has the defaults
-and the checks; tests/engine/test_options.py compares names and types with it.
+and the checks. tests/engine/test_options.py compares these names and types with the fields of EngineConfig.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.models.loading import Checkpoint
 
 
 class LLMOptions(TypedDict, total=False):
-    """The keyword arguments of LLM; its first argument, the target, is not among them."""
+    """The keyword arguments of LLM: all arguments except the first, `target`."""
 
     draft: str | Path | Checkpoint | Callable[[Target], Drafter] | None
     extra_drafts: str | None

@@ -1,4 +1,4 @@
-"""The conversion of a caller's prompts, conversations and parameters into one form, and the errors for invalid ones."""
+"""Converts the prompts, conversations and parameters of callers into lists, and raises BadOption for invalid values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def names_keywords(method: Method) -> Method:
-    """Wrap a method of LLM: an unknown keyword raises BadOption, and the message says where the keyword belongs."""
+    """Wrap a method of LLM so that an unknown keyword raises BadOption. The message says where the keyword belongs."""
     parameters = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)
@@ -35,7 +35,10 @@ def names_keywords(method: Method) -> Method:
 
 
 def no_keyword(call: str, name: str, value: object, keywords: Seq[str]) -> str:
-    """Return the error text for a keyword that a call does not take. keywords: the keywords that it takes."""
+    """Return the error text for a keyword that a call does not accept.
+
+    call: the called method, such as LLM.chat. name, value: the keyword and its value. keywords: the accepted keywords.
+    """
     fields = SamplingParams.__dataclass_fields__
     near = difflib.get_close_matches(name, [*keywords, *fields], n=1)
     if near and near[0] in fields:
@@ -47,9 +50,9 @@ def no_keyword(call: str, name: str, value: object, keywords: Seq[str]) -> str:
 
 
 def as_list(prompts: object) -> list[Prompt]:
-    """Return one prompt or several as a list. A prompt is a text or a sequence of token ids.
+    """Return one prompt, or a sequence of prompts, as a list. A prompt is a text or a sequence of token ids.
 
-    The ids may be an array of numpy or torch. Raises BadOption for anything else.
+    The ids may be an array of numpy or torch. Raises BadOption for other values.
     """
     given = _plain(prompts)
     if isinstance(given, str):
@@ -61,7 +64,7 @@ def as_list(prompts: object) -> list[Prompt]:
 
 
 def only_one(prompt: object) -> Prompt:
-    """Return the prompt of a stream. Raises BadOption for no prompt, and for several."""
+    """Return the prompt of a stream. Raises BadOption if there is no prompt, or more than one prompt."""
     prompts = as_list(prompt)
     if len(prompts) != 1:
         raise BadOption(f"a stream takes one prompt and was given {len(prompts)}: start one stream for each")
@@ -77,7 +80,10 @@ def refuse_to_stream(params: object) -> None:
 
 
 def conversations(messages: object) -> list[list[Message]]:
-    """Return one conversation or several as a list of message lists. Raises BadOption for anything else."""
+    """Return one conversation, or a sequence of conversations, as a list of message lists.
+
+    Raises BadOption for other values.
+    """
     items = [] if isinstance(messages, str | Mapping) else _items(messages)
     if items and all(isinstance(item, Mapping) for item in items):
         return [items]
@@ -88,10 +94,10 @@ def conversations(messages: object) -> list[list[Message]]:
 
 
 def params_for(num_prompts: int, params: object, default: SamplingParams) -> list[SamplingParams]:
-    """Return the parameters of each prompt.
+    """Return a list with the parameters of each prompt.
 
-    params: one SamplingParams for all prompts, or one for each prompt; None = `default` for all prompts. Anything else
-    raises BadOption.
+    params: one SamplingParams for all prompts, or one for each prompt; None = `default` for all prompts. Raises
+    BadOption for other values.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * num_prompts
@@ -115,7 +121,10 @@ _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or scalar of numpy, torch and others as Python lists and numbers, and other values unchanged."""
+    """Convert an array or scalar, for example of numpy or torch, to Python lists and numbers.
+
+    Other values are returned unchanged.
+    """
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
@@ -137,7 +146,10 @@ def _id(item: Any) -> int:
 
 
 def _ids(prompt: object) -> list[int]:
-    """Return token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
+    """Return token ids as Python integers.
+
+    Raises BadOption if `prompt` is not a sequence of integers, or has an integer outside -2^31 .. 2^31 - 1.
+    """
     given = _plain(prompt)
     try:
         if isinstance(given, _NO_LISTS):

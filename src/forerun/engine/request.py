@@ -1,4 +1,4 @@
-"""One request in the engine: its sequence, its text, its report, and what the user gets back."""
+"""Requests in the engine, with their sequences, texts, reports and outputs."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestReport:
-    """How speculation went for one request. Tokens are counted before stop conditions cut the output.
+    """Holds counts and times of speculation for one request. Tokens are counted before stop conditions cut the output.
 
     The outputs of a beam search share one report. In this report, emitted tokens are the steps of the search, and
     accepted and tested tokens are levels of its drafts. So the mean accepted length is the number of steps per pass.
-    docs/exactness.md has the definitions. A rate is None where nothing was counted.
+    docs/exactness.md defines the counts. A rate is None if its denominator is 0.
     """
 
     draft: str = ""  # name of the drafter that served it
@@ -74,9 +74,9 @@ class RequestReport:
 
     @property
     def ended_at_s(self) -> float | None:
-        """The time at which the last token was committed; None before that.
+        """The time at which the last token was committed; None before the first token.
 
-        For a request that asks for no output, it is the time at which the prompt was read to its end.
+        For a request that asks for no output tokens: the time at which the prompt was run to its end.
         """
         return self.last_token_at_s if self.read_at_s is None else self.read_at_s
 
@@ -87,7 +87,7 @@ class RequestReport:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of drafted tokens that were accepted."""
+        """The share of drafted tokens that were accepted; None if no token was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
@@ -97,26 +97,35 @@ class RequestReport:
 
     @property
     def rows_per_pass(self) -> float | None:
-        """The mean number of rows of a target pass; in a beam search at most num_beams + draft_beams * levels."""
+        """The mean number of the request's rows in a target pass.
+
+        In a beam search, a pass has at most num_beams + draft_beams * levels rows.
+        """
         return self.num_rows / self.num_steps if self.num_steps else None
 
     @property
     def alpha_hat(self) -> float | None:
-        """The share of tested tokens that were accepted: an estimate of alpha in docs/exactness.md."""
+        """The share of tested tokens that were accepted, an estimate of alpha in docs/exactness.md; None if no test."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
     def tv_price(self) -> float | None:
-        """The mean total variation of target and output distributions at tested tokens; None if it is not measured."""
+        """The mean total variation between the target's and the output's distribution, over all tests.
+
+        None unless the verification rule is lossy and computes this value.
+        """
         return sum(self.prices) / len(self.prices) if self.prices else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """For each position of a draft (in a tree, depth), the share of rounds with a token there that accepted one."""
+        """For each position in a draft, the acceptance rate over the rounds that drafted a token at this position.
+
+        In a tree, the position is the depth. At most one token is accepted at each depth.
+        """
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
-        """Return the counts in one line, for the log."""
+        """Return a summary of the counts in one line, for the log."""
         said = f"{self.num_emitted} tokens in {self.num_steps} steps"
         if self.alpha_hat is None:
             return f"{said}; nothing was drafted"
@@ -134,9 +143,9 @@ class RequestReport:
     ) -> None:
         """Add the counts of one round.
 
-        depth: the number of nodes on the draft's longest path, which is the number of its positions. num_rows: the
-        number of rows that the round has in the target's pass. num_emitted: the number of emitted tokens; None = one
-        more than num_accepted.
+        depth: the number of positions in the draft, which is the number of nodes on its longest path. num_rows: the
+        number of rows of this request in the target's pass. num_emitted: the number of emitted tokens; None =
+        num_accepted + 1.
         """
         self.num_steps += 1
         self.num_rows += num_rows
@@ -156,7 +165,7 @@ class RequestReport:
 @with_fields
 @dataclass
 class RequestOutput:
-    """One output for one prompt, as the user gets it."""
+    """Holds one output of one prompt, for the user."""
 
     prompt_ids: list[int] = option(REQUIRED, "ids of the prompt")
     text: str = option(REQUIRED, "what was written, without a stop text; empty where the model has no tokenizer")
@@ -188,7 +197,7 @@ class RequestOutput:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning before the answer; '' where the model has no marks for it."""
+        """The reasoning before the answer; '' if the model has no marks for reasoning."""
         return "" if self.answer_parts is None else self.answer_parts.reasoning
 
     @property
@@ -198,19 +207,19 @@ class RequestOutput:
 
     @property
     def num_broken_calls(self) -> int:
-        """How many tool calls were left out because they are incomplete."""
+        """The number of tool calls that were left out because they are incomplete."""
         return 0 if self.answer_parts is None else self.answer_parts.num_broken_calls
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to be appended to the conversation."""
+        """The answer as a message of role "assistant", to append to the conversation."""
         return {"role": "assistant", "content": self.text} if self.answer_parts is None else self.answer_parts.message()
 
 
 @with_fields
 @dataclass
 class Chunk:
-    """A piece of a streamed output."""
+    """Holds a piece of a streamed output."""
 
     text: str = option(REQUIRED, "text that can no longer change, behind that of the last piece")
     token_ids: list[int] = option(REQUIRED, "ids that were committed since the last piece")
@@ -228,7 +237,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a request had come after a step. num_readable: the number of output tokens that have a text."""
+    """Records the progress of a request after a step.
+
+    num_tokens: the number of output tokens. num_readable: the number of output tokens that are not end tokens.
+    """
 
     num_tokens: int
     num_readable: int
@@ -236,15 +248,15 @@ class Mark:
 
 
 def unheard(request: Request) -> None:
-    """Do nothing: the default `hear`, for requests that nobody waits for."""
+    """Do nothing. This function is the default of `Request.hear`."""
 
 
 class Committed(NamedTuple):
-    """What one step did for one request.
+    """Holds the result of one step for one request.
 
-    kept: the rows of the request's run to keep in the cache. Their tokens are committed, and at least one more
-    committed token follows them. held: the rows of a beam search that stay in the cache without being committed.
-    num_emitted: the number of emitted tokens, before stop conditions cut the output.
+    step: the counts for the report. kept: the rows of the request's run to keep in the cache, because their tokens are
+    committed. The row of the last committed token is not among them. num_emitted: the number of emitted tokens, before
+    stop conditions cut the output. held: the rows of a beam search that stay pending in the cache.
     """
 
     step: SequenceStep
@@ -254,13 +266,13 @@ class Committed(NamedTuple):
 
 
 class Request:
-    """A sequence with its text, report and output. `append` applies stop conditions token by token, in order.
+    """Represents a request: a sequence with its text, report and output.
 
     hear(request): called by the thread that steps, after each step that advanced the request and when the request ends.
 
     A step calls `run`, `judge` and `commit` in this order. Their argument `draft` covers all sequences of the step, and
     this request is sequence b of the draft. A SampledRequest decodes one text. A SearchRequest runs the beams of a beam
-    search. A plain Request is an output that a beam search fills.
+    search. A plain Request is one output of a beam search, and is never run.
     """
 
     hear: Callable[[Request], None] = staticmethod(unheard)
@@ -307,40 +319,44 @@ class Request:
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
-        """Return the tokens that the next pass runs for the request: the last committed token, then the draft.
+        """Return the Run of the request in the next pass: the last committed token, then the draft.
 
-        best_only: whether the pass can return the likeliest token of each row in place of logits. The run asks for this
-        if the request needs no logits. coins: the random decisions of this round, if the device may draw the tokens;
-        None = it may not.
+        best_only: whether the pass can return the likeliest token of each row instead of logits. The Run asks for this
+        if the request needs no logits. coins: the random decisions of this round, with which the device may draw
+        tokens; None = the device must not draw.
         """
         raise NotImplementedError
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
-        """Decide which drafted tokens are accepted, without committing any. The request's run is run b of `scores`."""
+        """Decide which drafted tokens are accepted, and which token follows. No token is committed.
+
+        The request's run is run b of `scores`.
+        """
         raise NotImplementedError
 
     def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
-        """Count the round, and append the decided tokens."""
+        """Count the round in the report, and append the tokens that `verdict` has decided."""
         raise NotImplementedError
 
     def judged_rows(self) -> Seq[Probs | None]:
-        """Return the target's distributions by row; None for each distribution that the last ruling did not read.
+        """Return the target's distributions that the last ruling has read; None for each that it has not read.
 
-        The distribution after the last committed token comes first. It is followed by the distributions after the
-        nodes, in the order of the nodes.
+        Item 0 is the distribution after the last committed token. Item 1 + i is the distribution after node i of the
+        request's draft.
         """
         return ()
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the token that a round added after its accepted nodes, for listeners."""
+        """Return the token that follows the accepted nodes of a round, for the details that listeners get."""
         return verdict.next_tokens[b]
 
     def detail(
         self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
     ) -> RoundDetail:
-        """Return the details of a round that is judged and not yet committed.
+        """Return the details of a round that is judged but not yet committed.
 
-        The sequence's nodes are numbered from 0.
+        The details number the nodes of this sequence from 0. granted: the number of nodes that the pacing policy
+        granted. tosses: the coins of the round. pacing: facts of the pacing policy.
         """
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
@@ -361,7 +377,10 @@ class Request:
         )
 
     def append(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob] = ()) -> int:
-        """Append tokens until a token ends the output, and discard the rest. Returns how many tokens were appended."""
+        """Append tokens up to the first token that ends the output. Returns the number of appended tokens.
+
+        Stop conditions are checked after each token. The tokens after the one that ends the output are discarded.
+        """
         seq = self.seq
         for i, token in enumerate(tokens):
             reason = seq.commit(token, origins[i])
@@ -379,7 +398,10 @@ class Request:
         return len(tokens)
 
     def abort(self) -> None:
-        """End the request; its committed tokens are kept. The unfinished outputs of a beam search end, too."""
+        """End the request with the finish reason "abort". The request keeps its committed tokens.
+
+        The unfinished outputs of a beam search end, too.
+        """
         self.seq.finish_reason = "abort"
         for output in self.outputs:
             if output.seq.finish_reason is None:
@@ -387,7 +409,7 @@ class Request:
                 output.abort()
 
     def restart(self) -> None:
-        """Note that the request's cache rows were released."""
+        """Update the request after its cache rows were released. Only a beam search has to be updated."""
 
     def detokenizer(self) -> Detokenizer | None:
         """Return a new reader of the output's text; None without a tokenizer."""
@@ -422,13 +444,13 @@ class Request:
             return self._answer_parts
 
     def keep(self, answer_parts: AnswerParts) -> None:
-        """Keep the parts that a stream has read, so that the stream and the whole output give the same objects."""
+        """Store the parts that a stream has read, so that the stream and the whole output have the same objects."""
         with self._reading:
             self._answer_parts = self._answer_parts or answer_parts
 
     @property
     def text(self) -> str:
-        """The part of the text that can no longer change, decoded on demand; the whole text once the request ended."""
+        """The output's text that can no longer change; the whole text if the request has ended. Decoded when read."""
         self._read()
         return self._text
 
@@ -452,7 +474,10 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether the request waits for rows from disk, or for another request that is to run the same prompt first."""
+        """Whether the request cannot be admitted yet.
+
+        It may wait for cache rows from disk, or for the first request with the same prompt to run this prompt.
+        """
         leader = self._leader
         if self.num_fetching:
             return True
@@ -460,13 +485,14 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether wanted log-probabilities of prompt tokens are still missing."""
+        """Whether the request asks for log-probabilities of prompt tokens and some are not computed yet."""
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
     def score_prompt(self, start: int, logits: Rows) -> None:
-        """Record log-probabilities of the prompt's tokens after index `start`.
+        """Store the log-probabilities of the prompt tokens from index `start` + 1 on.
 
-        logits [n, V]: the logits at the tokens from index `start` on. Each row scores the token that follows.
+        logits [n, V]: the logits after the tokens from index `start` on. Row i scores the token with index
+        `start` + 1 + i.
         """
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None
@@ -475,11 +501,11 @@ class Request:
                 seq.prompt_logprobs[place] = logprobs_of(row, seq.tokens[place], most)
 
     def mark(self) -> Mark:
-        """Return how far the request has come."""
+        """Return the current progress of the request as a Mark."""
         return Mark(self.seq.num_output_tokens, self._num_readable, self.seq.finish_reason)
 
     def output(self) -> RequestOutput:
-        """Return the whole output so far."""
+        """Return the output of the request so far; the whole output if the request has ended."""
         seq = self.seq
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
         prompt = list(seq.source_ids) or seq.tokens[: seq.num_prompt_tokens]
@@ -505,9 +531,9 @@ class Request:
 
 
 class Reader:
-    """The reader of one request. It makes a chunk from each mark that was set after a step, in order.
+    """Makes the chunks of one request from its marks. Each step that advances the request gives one mark.
 
-    A reader runs in the thread that reads the chunks. So the thread that steps need not decode text for the chunks.
+    A Reader runs in the thread that reads the chunks. So the thread that steps need not decode text for the chunks.
     """
 
     def __init__(self, request: Request) -> None:
@@ -516,7 +542,10 @@ class Reader:
         self._last = Mark(0, 0, None)
 
     def chunk(self, mark: Mark) -> Chunk:
-        """Return the output between the last mark and this mark. If an error ended the request, raises this error."""
+        """Return the chunk of output between the mark of the previous call and `mark`.
+
+        If `mark` is the last mark of a request that an error ended, raises this error.
+        """
         request = self._request
         seq = self._request.seq
         last = self._last

@@ -1,9 +1,9 @@
-"""Several drafters in one batch: each sequence is served by the drafter that its request chose.
+"""Runs several drafters in one batch: each sequence is served by the drafter that its request chose.
 
-A drafter that raises a UserError does not suit the requests for which it was called; these requests are decoded plainly
-from then on. A drafter that raises any other error is broken and is not called again. In both cases greedy and `match`
-texts stay the same, and so does the distribution of sampled texts. No drafter may raise an error because of the value
-of a token that it drew, because such an error would change the distribution.
+If a drafter raises a UserError, it does not suit the requests for which it was called, and these requests are decoded
+plainly from then on. A drafter that raises any other error is broken and is not called again. Neither case changes
+greedy and `match` texts, or the distribution of sampled texts. For this, no drafter may raise an error because of the
+value of a token that it drew: such an error would change the distribution.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Silent(Drafter):
 
 
 def _how_to_add(name: str) -> str:
-    """Return a hint on how to start an engine with a drafter of this name; "" if no drafter has this name.
+    """Return a hint on how to start an engine with the drafter `name`; "" if no drafter has this name.
 
-    The name comes from a request, so no file is looked for.
+    `name` comes from a request, so no file is opened or searched for it.
     """
     try:
         drafters.resolve(name, looks=False)
@@ -49,16 +49,17 @@ def _how_to_add(name: str) -> str:
 
 
 class Router(Drafter):
-    """The drafter of an engine with several drafters.
+    """Calls the drafter that `seq.draft` names for each sequence, and joins the drafts.
 
-    Each sequence is passed to the drafter that `seq.draft` names, and the drafts are joined. members: the drafters by
-    name; the first one serves requests that choose no drafter. aliases: other names for members. is_auto: whether
-    draft=auto chose the first drafter. If so, `lookup` serves requests whose verification rule or beam search cannot
-    use drafts of the first drafter. shares_s: for each sequence, the seconds that catching up has taken in this step so
-    far. unasked: ids of the sequences whose drafter was not called in this step, because it does not draft after tokens
-    that a grammar forces. spares: whether requests go on without a drafter that raises an error; if False, the error is
-    raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which
-    tests use to compare. unwritten: token ids that the model never writes; they are removed from all drafts.
+    members: the drafters by name; the first drafter serves requests that choose no drafter. aliases: other names for
+    members. is_auto: whether draft=auto chose the first drafter. If so, `lookup` serves requests whose verification
+    rule or beam search cannot use drafts of the first drafter.
+
+    shares_s: for each sequence id, the seconds that catching up has taken in this step so far. unasked: ids of the
+    sequences whose drafter was not called in this step, because the drafter cannot draft after tokens that a grammar
+    forces. spares: whether requests go on without a drafter that raises an error; if False, the error is raised.
+    packs_siblings: whether equal siblings of a draft share a row; False only in tests. unwritten: token ids that the
+    model never writes; they are removed from all drafts.
     """
 
     spares = True
@@ -89,7 +90,7 @@ class Router(Drafter):
 
     @property
     def first(self) -> Drafter:
-        """The drafter that serves requests that choose no drafter."""
+        """The first drafter, which serves requests that choose no drafter."""
         return self.members[self.main]
 
     def chosen(
@@ -97,8 +98,8 @@ class Router(Drafter):
     ) -> str:
         """Return the name of the drafter that serves a request. Raises BadOption for a drafter that the engine lacks.
 
-        A request that names no drafter is served by the engine's first drafter, or by `prediction` if the request
-        brings a prediction. An engine whose first drafter is `none` decodes such a request plainly in both cases.
+        wanted: the drafter that the request names. If it is None, the engine's first drafter serves the request. If the
+        request also has a prediction, the drafter `prediction` serves it instead, unless the first drafter is `none`.
         acceptance: the request's verification rule. searches: whether the request is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
@@ -114,7 +115,7 @@ class Router(Drafter):
         return name
 
     def of(self, seq: Sequence) -> Drafter:
-        """Return the drafter that serves a sequence."""
+        """Return the drafter that serves a sequence: `none` if the sequence's drafter has refused it."""
         return self.members[NONE if seq.id in self._unsuited else seq.draft]
 
     def caches(self, seq: Sequence) -> Seq[KVCache]:
@@ -134,7 +135,10 @@ class Router(Drafter):
         self._unsuited.discard(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """Return how many tokens still fit into the fullest cache of the drafters; None if no drafter has a cache."""
+        """Return how many more tokens fit into the drafters' fullest cache; None if no drafter has a cache.
+
+        without: ids of sequences whose blocks count as free.
+        """
         free_by_drafter = []
         for name in self.members:
             with self._spared(name):
@@ -154,7 +158,7 @@ class Router(Drafter):
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
         """Map the index of each sequence whose grammar may force tokens to the largest number of its draft nodes.
 
-        This number does not depend on what pacing has granted.
+        This number does not depend on the number of nodes that the pacing policy has granted.
         """
         if FORCED not in self.members or not budget.limits:
             return {}
@@ -166,10 +170,10 @@ class Router(Drafter):
         return held
 
     def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
-        """Return the drafters' drafts, with the tokens that grammars force added before and after them.
+        """Return the drafters' drafts with forced tokens added: tokens that grammars dictate before or after a draft.
 
         Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
-        committed, and the drafter's records of these tokens stay valid. held: the result of `_held`.
+        committed, and the drafter's cache of these tokens stays valid. held: the result of `_held`.
         """
         asked = list(seqs)
         own_coins = list(coins)
@@ -195,7 +199,10 @@ class Router(Drafter):
         return Draft.joined(parts)
 
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
-        """Map indices of sequences to the tokens that their grammars force after the committed tokens."""
+        """Map indices of sequences to the tokens that their grammars force after the committed tokens.
+
+        Sequences without forced tokens are left out. held: the result of `_held`.
+        """
         clock = time.perf_counter()
         budget = Budget(list(held.values()), 0)
         draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
@@ -206,10 +213,10 @@ class Router(Drafter):
     def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
         """Append the tokens that a grammar forces after a draft's best path, if all fit and are worth their rows.
 
-        If the path is accepted, the same pass also decides the token after the forced tokens. To append only some of
-        the forced tokens would merely move rows from the next pass to this pass. most: the largest number of nodes of
-        the sequence. carries: `Budget.carries` for this sequence, which tells whether forced tokens are worth their
-        rows.
+        If the path is accepted, the same pass also decides the token after the forced tokens. Appending only some of
+        the forced tokens would only move rows from the next pass to this pass. part: the draft of one sequence. most:
+        the largest number of nodes of the sequence. carries: `Budget.carries` for this sequence, which tells whether
+        forced tokens are worth their rows.
         """
         tip, path, num_guessed = -1, list[int](), 0
         for node, parent in enumerate(part.parents):
@@ -235,9 +242,9 @@ class Router(Drafter):
     def _joined(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]], clock: float
     ) -> Draft:
-        """Let several drafters draft, or one drafter that does not serve all sequences, and join the drafts.
+        """Let each drafter draft for its sequences, and join the drafts. Sequences without a drafter get no nodes.
 
-        clock: the time at which drafting began.
+        groups: the result of `_groups`. clock: the time at which drafting began.
         """
         step = DraftStep()
         parts = [Draft.empty(1)] * len(seqs)
@@ -256,9 +263,9 @@ class Router(Drafter):
         return joined
 
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft of one drafter, without tokens that cannot be accepted.
+        """Return the draft of the drafter `name`, without tokens that cannot be accepted (cutting.py).
 
-        If the drafter fails, the draft is empty.
+        If the drafter fails, the draft is empty. A drafter that drafts more nodes than its budget has failed, too.
         """
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):
@@ -277,10 +284,10 @@ class Router(Drafter):
 
     @contextmanager
     def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
-        """Go on without a drafter that raises an error within this context.
+        """Return a context manager that handles errors which the drafter `name` raises.
 
-        After a UserError, only the sequences `seqs` go on without the drafter; after any other error, all sequences do.
-        An AssertionError passes through, because it shows a bug of the program.
+        After a UserError, the sequences `seqs` go on without the drafter. After any other error, all sequences go on
+        without the drafter. An AssertionError is raised again, because it shows a bug of the program.
         """
         try:
             yield
@@ -295,7 +302,10 @@ class Router(Drafter):
                 self._give_up(name)
 
     def _leave(self, name: str, seqs: Seq[Sequence], error: UserError) -> None:
-        """Decode plainly the sequences that a drafter refuses. The drafter goes on serving other sequences."""
+        """From now on, decode plainly the sequences `seqs`, which the drafter `name` has refused.
+
+        The drafter still serves other sequences.
+        """
         for seq in seqs:
             LOG.warning("request %d is decoded plainly: the drafter %r does not suit it (%s)", seq.id, name, error)
             with self._spared(name):
@@ -303,12 +313,12 @@ class Router(Drafter):
             self._unsuited.add(seq.id)
 
     def _give_up(self, name: str) -> None:
-        """Decode all sequences of a broken drafter plainly."""
+        """From now on, decode plainly all sequences of the broken drafter `name`."""
         LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
         self.members[name] = _Silent()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
-        """Add a draft to its drafter's record of this step, and return the record.
+        """Add a draft to the record of the drafter `name` for this step, and return the record.
 
         begun: the time at which the drafter was called.
         """
@@ -364,7 +374,10 @@ class Router(Drafter):
         return num_tokens
 
     def _count(self, name: str, begun: float) -> None:
-        """Add a call of a drafter to the drafter's record of this step. begun: the time of the call."""
+        """Add the time and the caught-up tokens of a call to the record of the drafter `name` for this step.
+
+        begun: the time at which the drafter was called.
+        """
         drafter = self.members[name]
         step = self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
@@ -381,16 +394,17 @@ class Router(Drafter):
         return sum([step.num_catchup_tokens for step in self._steps.values()])
 
     def take_steps(self) -> dict[str, DraftStep]:
-        """Return the record of each drafter since the last call, and begin new records."""
+        """Return the records of the drafters since the last call, by name, and begin new records."""
         steps = self._steps
         self._steps = {}
         self.shares_s = {}
         return steps
 
     def _groups(self, seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
-        """Map drafters to the indices of the sequences that they may draft for.
+        """Map the name of each drafter to the indices of the sequences for which it may draft.
 
-        Sequences that are decoded plainly are left out.
+        granted: for each sequence, the number of granted tokens; 0 = leave the sequence out. Sequences that are decoded
+        plainly are left out, too.
         """
         groups: dict[str, list[int]] = {}
         for b, seq in enumerate(seqs):
@@ -400,9 +414,9 @@ class Router(Drafter):
 
 
 def _made(spec: str, target: Target) -> tuple[str, Drafter]:
-    """Return a spec's method and its drafter.
+    """Make the drafter of a spec. Returns the drafting method and the drafter.
 
-    If draft=auto chose a drafter that cannot serve, a drafter without a model is returned instead.
+    If the spec is `auto` and the chosen drafter cannot be made, a drafter without a model is returned instead.
     """
     try:
         return target.opened.resolve(spec)[0], drafters.make(spec, target)
@@ -415,11 +429,11 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target, make_own: Callable[[Target], Drafter] | None = None) -> Router:
-    """Make the engine's drafter, the extra drafters, and four without a model: lookup, prediction, forced and none.
+    """Make the drafters of `specs`, and four drafters without a model: lookup, prediction, forced and none.
 
-    Each drafter is named by its method. Among several drafters of one method, the first (or the one written without
-    options) gets that name; the others are named by their whole spec. make_own: makes one more drafter, which comes
-    before all others and is named `own`. Raises BadOption.
+    A drafter has the name of its method. If several specs have the same method, the spec without options gets this
+    name, or else the first spec. The other drafters are named by their whole specs. make_own: makes one more drafter,
+    which comes before all others and is named `own`. Raises UserError for a drafter that cannot be made.
     """
     members: dict[str, Drafter] = {}
     if make_own is not None:

@@ -1,8 +1,8 @@
-"""A request with one text: how a step runs, judges and commits its round.
+"""Runs, judges and commits the rounds of a request with one text.
 
-Each row of the request's run decides the token that follows it. Row 0 is the row of the last committed token, and
-`Draft.row` gives the row of each node. The distribution of a row is computed only when the verification rule reads it,
-so rows after a rejection cost nothing.
+Each row of the request's run decides the token after the row's token. Row 0 is the row of the last committed token, and
+`Draft.row` gives the row of each node. The distribution of a row is computed only if the verification rule reads the
+row. So no distributions are computed for rows after a rejection.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from forerun.verify import Ruling
 
 
 class _LazyRows(Seq[Probs]):
-    """The target's distributions for one sequence, each computed when a verification rule first reads it.
+    """Computes the target's distributions for one sequence, each when a verification rule first reads it.
 
     Item 0 is the distribution after the last committed token, item 1 + i the distribution after node i of the sequence.
-    Where masks leave no token that could follow a node, the node's item is the point mass of NO_TOKEN. This is no error
-    unless a ruling accepts the node. logits: the logits of the run's rows.
+    If masks forbid every token after a node, the node's item is the point mass of NO_TOKEN. This is an error only if a
+    ruling accepts the node. logits: the logits of the run's rows.
     """
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Rows) -> None:
@@ -42,7 +42,7 @@ class _LazyRows(Seq[Probs]):
         return probs
 
     def _after(self, node: int | None) -> Probs:
-        """Return the distribution after a node; node None = after the last committed token."""
+        """Return the target's distribution after a node. node None: the distribution after the last committed token."""
         draft = self._draft
         path = [] if node is None else draft.path(node)
         history = sampling.History.of(self._seq, [draft.tokens[n] for n in path])
@@ -56,7 +56,7 @@ class _LazyRows(Seq[Probs]):
 
 
 class SampledRequest(Request):
-    """A request whose text grows token by token: each token is drawn, or is the likeliest."""
+    """A request that decodes one text token by token, by sampling or greedily."""
 
     _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
 
@@ -76,8 +76,8 @@ class SampledRequest(Request):
     def _drawn(self, run: Run, coins: PhiloxCoins) -> Run:
         """Return a copy of `run` that lets the device draw the tokens.
 
-        The copy has the settings of the draw at each row, and the token ids whose probabilities the verification rule
-        will read.
+        The copy has, for each row, the settings of the draw, and the token ids whose probabilities the verification
+        rule will read.
         """
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)
@@ -151,6 +151,9 @@ class SampledRequest(Request):
 
 
 def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]:
-    """Return the origin of each token that a round emits. A path that ends at a leaf is followed by a bonus token."""
+    """Return the origin of each token that a round emits: the accepted tokens, then the next token.
+
+    The next token is plain without a draft, a bonus if no test was rejected, and otherwise a correction.
+    """
     last: Origin = "plain" if not num_nodes else "bonus" if num_accepted == num_tested else "correction"
     return [*["accepted"] * num_accepted, last]  # type: ignore[list-item]

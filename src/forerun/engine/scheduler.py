@@ -1,19 +1,18 @@
-"""Which requests run in the next step, and with how many tokens.
+"""Decides which requests run in the next step, and with how many tokens.
 
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
 decoding request, then prompt chunks (at most `prefill_chunk_tokens` rows), then drafts. Among prompts of the same
-priority, the prompt with the fewest unread tokens goes first, so that no request waits for a long prompt. The long
-prompt does not wait for ever either: for every three tokens of other prompts, the first prompt in rank is owed one
-token.
+priority, the prompt with the fewest unread tokens goes first, so that no request waits for a long prompt. To let a long
+prompt advance as well, the first prompt in rank is owed one token for every three tokens of other prompts.
 
-A request is admitted when the caches have room for its prompt, not for its longest output. When the running requests
-have grown so much that not all of them have room for one more token, the last request in rank is preempted. A waiting
-request may also preempt requests of a worse priority, if it then fits. A preempted request loses its cache, keeps its
-tokens, and later runs them again. This recomputation is cheap where the prefix cache still has the blocks. Drafts get
-only the rows and blocks that remain after all this, so that no draft ever preempts a request.
+A request is admitted when the caches have room for its prompt; room for its longest output is not required. When the
+running requests have grown so much that not all of them have room for one more token, the last request in rank is
+preempted. A waiting request may also preempt requests of a worse priority, if it then fits. A preempted request loses
+its cache rows, keeps its tokens, and later runs these tokens again. This is cheap if the prefix cache still has the
+blocks. Drafts get only the remaining rows and blocks, so a draft never preempts a request.
 
-Rows that are being read from disk for a waiting request take blocks, too. Such a request is ranked together with the
-running requests, and the last in rank gives up its blocks first. A request for which there is no room is run later. No
+Cache rows that are being read from disk for a waiting request take blocks, too. Such a request is ranked together with
+the running requests, and the last request in rank gives up its blocks first. A request without room runs later. No
 request is ended to make room for another.
 """
 
@@ -42,11 +41,11 @@ OVERTAKING_TOKENS = 3  # for so many tokens of other prompts, the first in rank 
 
 @dataclass(frozen=True)
 class Plan:
-    """The requests and tokens of one step.
+    """Holds the requests and tokens of one step.
 
     prefill: the prompt chunks, each a request and a number of tokens. decode: the requests that decode. draft_limits:
-    the largest number of draft nodes of each decoding request. sources: the requests whose input an encoder runs before
-    the pass. A request that still waits for the encoder is in no list.
+    the largest number of draft nodes of each decoding request. sources: the requests whose input the encoder runs
+    before the pass. A request that waits for the encoder in a later step is in no list.
     """
 
     prefill: list[tuple[Request, int]]
@@ -56,7 +55,10 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can run: each request waits for the disk, or has run its prompt and asks for no output."""
+        """Whether the step has nothing to run.
+
+        Then each request waits for rows from disk, or has run its prompt and asks for no output tokens.
+        """
         return not (self.prefill or self.decode or self.sources)
 
 
@@ -64,7 +66,7 @@ _Stand = tuple[Request, Room]  # a running request, and what its cache holds
 
 
 class _Fetching(NamedTuple):
-    """Cache rows that are being read from disk for a waiting request."""
+    """Holds a waiting request, and the fetch that reads its rows from disk into a cache."""
 
     request: Request
     cache: BlockCache
@@ -72,13 +74,13 @@ class _Fetching(NamedTuple):
 
 
 class Scheduler:
-    """The scheduler of an engine: it admits and preempts requests, and splits prompts into chunks.
+    """Admits and preempts the requests of an engine, and splits prompts into chunks.
 
     A request's slots in the caches of target and drafters are opened and released together. sources: the inputs of the
-    encoder in an encoder-decoder; None for other models. A source runs before its request. A step runs at least one
-    waiting source, and more of them while their tokens fit the budget of prompt tokens. fair: limits the number of
-    prompt tokens in a step; where requests decode, the limit may be 0. message_end_ids: the token ids that end the
-    messages of a chat.
+    encoder in an encoder-decoder; None for other models. The encoder runs the source of a request before the decoder
+    runs the request's tokens. A step runs at least one waiting source, and more sources while their tokens fit into the
+    budget of prompt tokens. fair: limits the number of prompt tokens in a step; if requests decode, the limit may be 0.
+    message_end_ids: the token ids that end the messages of a chat.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class Scheduler:
         self._is_full = False  # a pass found less room than was counted: the next plan lets nobody in
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Add a request to the waiting requests, by rank."""
         bisect.insort(self.waiting, request, key=_rank)
 
     def plan(self) -> Plan:
-        """Plan a step: admit and preempt requests, then share out the rows of one pass."""
+        """Plan a step: admit and preempt requests, then divide the rows of one pass among the running requests."""
         if self._fetching:
             self._collect()
         if self.waiting and not self._is_full:
@@ -140,11 +142,11 @@ class Scheduler:
     def _share(
         self, prompts: Seq[_Stand], allowance: Allowance, blocks: int, *, is_quiet: bool
     ) -> tuple[list[tuple[Request, int]], int]:
-        """Share the prompt tokens of a step among prompts. Returns their chunks, and the number of remaining blocks.
+        """Divide the prompt tokens of a step among prompts. Returns the chunks, and the number of remaining blocks.
 
-        prompts: in order of rank. is_quiet: whether no request decodes. If so, once the step finishes a prompt, it runs
-        no part of a prompt that it cannot finish, because that chunk would delay the first token of the finished
-        prompt. Tokens that are owed to the first prompt in rank are run all the same.
+        prompts: in order of rank. blocks: the number of free blocks. is_quiet: whether no request decodes. If so, and
+        if the step finishes a prompt, the step runs no prompts that it cannot finish, because they would delay the
+        first token of the finished prompt. Tokens that are owed to the first prompt in rank are an exception.
         """
         takes = {request: 0 for request, _ in prompts}
         has_ended = False
@@ -163,9 +165,9 @@ class Scheduler:
         return [(request, take) for request, take in takes.items() if take], blocks
 
     def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
-        """Return the prompts in the order of prefill, each with the largest number of tokens that it may take.
+        """Return the prompts in the order of prefill, each with the largest number of tokens that it may run.
 
-        The first entry is an additional one, for the tokens that are owed to the first prompt in rank.
+        One more entry comes first: the first prompt in rank, with the number of tokens that it is owed.
         """
         offers = []
         for request, room in prompts:
@@ -179,7 +181,8 @@ class Scheduler:
     def _note_owed(self, offers: Seq[tuple[Request, Room, int]], takes: Mapping[Request, int]) -> None:
         """Record how many tokens the first prompt in rank is owed.
 
-        The number grows if other prompts ran although the first prompt in rank could have run more tokens.
+        The number grows by one token for every three tokens that other prompts run in this step, and falls by the
+        tokens that the first prompt runs. It is 0 if the first prompt runs as many tokens as it may.
         """
         first = offers[0][0]
         most = next(most for request, _, most in offers[1:] if request is first)
@@ -189,7 +192,10 @@ class Scheduler:
         self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
-        """Return the requests whose encoder input runs in this step, the requests that wait, and the budget left."""
+        """Choose the requests whose encoder input runs in this step.
+
+        Returns these requests, the requests whose encoder input runs later, and the remaining budget of tokens.
+        """
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
@@ -202,7 +208,7 @@ class Scheduler:
         return begun, held_up, max(0, budget)
 
     def finish(self, request: Request) -> None:
-        """Forget a waiting or running request, and free its cache. Unknown requests are ignored."""
+        """Remove a waiting or running request, and free its cache rows. Unknown requests are ignored."""
         if request in self.waiting:
             self.waiting.remove(request)
             self._give_up(request)
@@ -212,14 +218,14 @@ class Scheduler:
             self._owed = -1, 0.0
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Return the largest number of blocks that a sequence may need.
+        """Return the largest number of blocks that a sequence may need in the target's cache.
 
         Drafts need no further blocks, because no draft reaches beyond the sequence's longest output.
         """
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Return how many blocks the encoder input of a sequence takes where no equal input is in the cache."""
+        """Return how many blocks the encoder input of a sequence takes if no equal input is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
@@ -232,13 +238,16 @@ class Scheduler:
 
     @property
     def free_kv_tokens(self) -> int:
-        """The number of tokens for which every cache still has room, the target's and the drafters'."""
+        """The number of tokens for which each cache still has room: the target's cache and the drafters' caches."""
         return self._free_blocks() * self.cache.block_tokens
 
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Admit waiting requests by rank until one does not fit. They may preempt requests of a worse priority."""
+        """Admit waiting requests in order of rank, until a request does not fit.
+
+        A waiting request may preempt running requests of a worse priority.
+        """
         claims: dict[int, int] = {}  # by sequence id
         while request := next((waiting for waiting in self.waiting if not waiting.waits), None):
             victims = self._victims(request, claims)
@@ -253,14 +262,14 @@ class Scheduler:
             self._start(request)
 
     def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
-        """Return the running requests to preempt so that a waiting request fits.
+        """Return the running requests to preempt so that the waiting request `request` fits.
 
-        Only requests of a worse priority are preempted, as few as possible, and the last in rank first. Returns None
-        where the waiting request would not fit even if all of them were preempted. A request that runs alone always
-        fits. Blocks into which rows are being read from disk count as taken if their request ranks before the waiting
-        request. Otherwise they count as free, because their request would give them up. claims: the results of `_claim`
-        so far, by sequence id. More results are computed only where the batch has a place, because many requests may
-        wait for a place.
+        Only requests of a worse priority are preempted: as few as possible, the last in rank first. Returns None if
+        `request` would not fit even if all requests of a worse priority were preempted. A request that runs alone
+        always fits. Blocks into which rows are being read from disk for another request count as taken if the other
+        request ranks before `request`. Otherwise these blocks count as free, because the other request would give them
+        up. claims: the results of `_claim` so far, by sequence id; missing results are added when the batch has a
+        place.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
@@ -286,7 +295,7 @@ class Scheduler:
         return self.running[len(self.running) - next(filter(fits, range(num_worse + 1))) :]
 
     def _fetch(self, request: Request) -> bool:
-        """Start to read rows from disk that the caches lack for a request. Returns whether any rows are being read."""
+        """Start to read the rows of a request that are on disk but in no cache. Returns whether any rows are read."""
         request.is_sought = True
         if request.scores_prompt:
             return False
@@ -300,17 +309,17 @@ class Scheduler:
         return request.num_fetching > 0
 
     def await_rows(self) -> None:
-        """Wait for the oldest fetch from disk. The engine calls this where a step's plan is empty."""
+        """Wait for the oldest fetch from disk, if there is one. The engine calls this when a plan is empty."""
         if self._fetching:
             self._fetching[0].fetch.wait()
 
     def _collect(self) -> None:
-        """End the fetches that are complete, so that sequences find the rows in the cache."""
+        """End the complete fetches, so that the cache has their rows when the requests are admitted."""
         for one in [one for one in self._fetching if one.fetch.is_over]:
             self._end(one)
 
     def _give_up(self, request: Request) -> None:
-        """Stop fetching rows for a request. It will use the rows that have arrived, and run the remaining tokens."""
+        """Stop fetching rows for a request. The request will use the rows that arrived, and run its other tokens."""
         for one in [one for one in self._fetching if one.request is request]:
             one.fetch.give_up()
             self._end(one)
@@ -339,9 +348,9 @@ class Scheduler:
         self.drafter.begin(seq)
 
     def _message_ends(self, seq: Sequence) -> list[int]:
-        """Return the positions at which later sequences will probably begin to differ from this sequence.
+        """Return the positions at which later sequences will probably begin to differ from `seq`.
 
-        They are the end of each message, and the end of the sequence without its last token.
+        The positions are the end of each message, and the end of the sequence without its last token.
         """
         ends = [i for i, token in enumerate(seq.tokens, 1) if token in self.message_end_ids]
         return [*ends, len(seq.tokens) - 1]
@@ -390,8 +399,8 @@ class Scheduler:
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
         """Make room in the cache for the next rows of every decoding request: one row, or one row for each beam.
 
-        The last request in rank gives way until there is room. Returns the running requests, the decoding requests
-        among them, and the number of blocks that are free before these rows are written.
+        While there is no room, the last request in rank gives way (`give_way`). Returns the running requests, the
+        decoding requests, and the number of blocks that are free before the next rows are written.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
@@ -405,10 +414,10 @@ class Scheduler:
                 return stands, decode, free
 
     def _claim(self, request: Request) -> int:
-        """Return how many more blocks a running request will take for its prompt, or for the tokens that it recomputes.
+        """Return how many more blocks a running request needs for the tokens that have no cache rows yet.
 
-        One block is added where the request may grow further. Without this block, another request would be admitted
-        only to be preempted soon.
+        One block is added if the request may grow further. Without this block, another request would be admitted only
+        to be preempted soon.
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
@@ -421,18 +430,19 @@ class Scheduler:
         return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
-        """Return the number of free blocks in the cache that has the fewest.
+        """Return the number of free blocks in the fullest cache: the smallest number over all caches.
 
-        without: ids of sequences that count as preempted.
+        without: ids of sequences whose blocks count as free, as if they were preempted.
         """
         slots = without if self.sources is None else self.sources.slots(without)
         target, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
         return (target if drafters is None else min(target, drafters)) // self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
-        """Return how many draft nodes each request may have: an even share of rows and blocks, so that all drafts fit.
+        """Return how many draft nodes each decoding request may have. A request without a drafter gets 0.
 
-        A request without a drafter gets 0.
+        Each request gets an equal share of the remaining `num_rows` rows and `num_blocks` blocks, so that all drafts
+        fit.
         """
         num = max(1, len(decode))
         most = max(0, min(MAX_SPEC_LENGTH, num_rows // num))
@@ -448,13 +458,13 @@ class Scheduler:
         return limits
 
     def _next_blocks(self, request: Request, room: Room) -> int:
-        """Return how many blocks a decoding request's next pass takes without a draft."""
+        """Return how many more blocks a decoding request needs for its next pass if nothing is drafted."""
         return (
             room.next_blocks if request.num_rows == 1 else self.cache.missing_blocks(request.seq.id, request.num_rows)
         )
 
     def _fits(self, room: Room, num_blocks: int) -> int:
-        """Return how many tokens a sequence can take with `num_blocks` more blocks."""
+        """Return by how many tokens a sequence can grow with `num_blocks` more blocks. room: the sequence's slot."""
         return room.slack + max(0, num_blocks) * self.cache.block_tokens
 
 

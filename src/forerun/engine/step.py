@@ -1,14 +1,14 @@
-"""The one step: plain decoding, prefill, chunked prefill and verification are one ragged pass.
+"""Runs one step of the engine. Plain decoding, prefill and verification run together in one ragged pass.
 
 Each sequence contributes a run of new tokens. A prompt chunk is a run that wants no logits, plain decoding is a run of
 one token, and verification is a run of the last committed token and the draft.
 
     propose   the drafter guesses within the budget that the pacing policy set for each sequence
     score     one target pass over every run
-    judge     verify the draft: pure, no model, no cache, no clock
+    judge     verify the draft, without using a model, a cache or a clock
     commit    append the verified tokens, cut at stop conditions, and keep their rows in the cache
 
-A `Request` knows how its round is run, judged and committed (engine/sampled.py, engine/beams.py). `forerun.types.Draft`
+The methods of `Request` run, judge and commit a round (engine/sampled.py, engine/beams.py). `forerun.types.Draft`
 defines three numberings that a step uses: nodes, rows of a run, and rows of the pass.
 """
 
@@ -34,7 +34,7 @@ from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, Ste
 
 
 class RequestFailed(Exception):
-    """One sequence cannot go on. Nothing of the step was committed; the step can be repeated without the sequence."""
+    """Raised if one sequence cannot go on. Nothing was committed, so the step can be repeated without this sequence."""
 
     def __init__(self, seq: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -42,20 +42,24 @@ class RequestFailed(Exception):
 
 
 class _Laps:
-    """A stopwatch for the consecutive parts of a step."""
+    """Measures the times of the consecutive parts of a step."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds since the last call, or since the object was made."""
         before, self._last = self._last, time.perf_counter()
         return self._last - before
 
 
 @dataclass
 class Stepper:
-    """The part of an engine that runs its steps. coins(seq) returns the random decisions of a sequence's next round."""
+    """Runs the steps of an engine.
+
+    coins(seq): returns the random decisions of the next round of a sequence. wants_detail: whether reports need
+    `rounds`.
+    """
 
     runner: Runner
     drafter: Router
@@ -65,10 +69,11 @@ class Stepper:
     wants_detail: bool = False
 
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
-        """Run one step; every decoding request gets at least one token, unless it is a beam search.
+        """Run one step and return its report. Each decoding request gets at least one token, except beam searches.
 
-        schedule_s: the seconds spent since the last report, on planning and listeners; they go into the report. Raises
-        RequestFailed if a request cannot go on, such as where masks forbid every token; then nothing is committed.
+        schedule_s: the seconds since the last report that planning and listeners took, for the report. Raises
+        RequestFailed if a request cannot go on, for example because masks forbid every token. Then no tokens are
+        committed.
         """
         with self.runner.model.ops.alone():
             return self._step(plan, schedule_s)
@@ -102,9 +107,9 @@ class Stepper:
     # -------------------------------------------------------------------------------------------------------- propose
 
     def _propose(self, plan: Plan, coins: Seq[Coins]) -> tuple[Draft, list[int]]:
-        """Return a draft within the limits of the plan, and the number of nodes that each request was granted.
+        """Return a draft within the limits of the plan, and the number of nodes that pacing granted to each request.
 
-        Drafters first run the prompts that the target runs in this step, where the pacing policy expects this to pay.
+        Before drafting, drafters run the prompt chunks of this step, if the pacing policy wants this (`_catch_up`).
         """
         self._catch_up(plan)
         seqs = [request.seq for request in plan.decode]
@@ -124,7 +129,7 @@ class Stepper:
         return beams.with_trees(draft, plan.decode, plan.draft_limits, self.pacing, branch), granted
 
     def _catch_up(self, plan: Plan) -> None:
-        """Let drafters run the prompts that the target runs in this step."""
+        """Let drafters run the prompts that the target runs in this step, if the pacing policy wants this."""
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
             # No more tokens than the target runs. The target takes longer for each, so the step does not even double.
@@ -132,10 +137,10 @@ class Stepper:
             self.drafter.catch_up([seq for seq, _ in prompts], most)
 
     def _granted(self, plan: Plan) -> list[int]:
-        """Return the number of nodes that the policy grants to each request.
+        """Return the number of nodes that the pacing policy grants to each decoding request.
 
-        The number is 0 for a request that the policy does not pace, such as a beam search, and for a request whose
-        grammar takes too much time to be used for drafts.
+        The number is 0 for a request that the policy does not pace (a beam search), and for a request whose grammar has
+        failed or takes too much time for drafts.
         """
         paced = [b for b, request in enumerate(plan.decode) if request.is_paced]
         limits = [plan.draft_limits[b] for b in paced]
@@ -148,7 +153,10 @@ class Stepper:
         return granted
 
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
-        """Return the drafters' budget. It calls the policy's `go_on` and `go_behind` only if they are overridden."""
+        """Return the drafters' budget. The policy's `go_on` and `go_behind` are used only if the policy overrides them.
+
+        granted: the result of `_granted`.
+        """
         budget = Budget(list(granted), catchup_tokens)  # a copy, because drafters may count it down
         budget.limits = list(plan.draft_limits)
         budget.reads_logits = self.pacing.reads_logits
@@ -162,10 +170,10 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- score
 
     def _score(self, plan: Plan, draft: Draft, coins: Seq[Coins]) -> Scores:
-        """Run one target pass over the decoding requests, in the order of the plan, and then over the prompt chunks.
+        """Run one target pass. Its runs are the decoding requests, in the order of the plan, then the prompt chunks.
 
-        An encoder runs first, over the inputs of requests that begin. The logits come to the host where a listener
-        wants details or a drafter reads the likeliest tokens; otherwise the device draws from them where it can.
+        In an encoder-decoder, the encoder first runs `plan.sources`. The logits are copied to the host if a listener
+        wants details or a drafter reads the likeliest tokens. Otherwise the device draws the tokens, if it can.
         """
         draws_rows = self.runner.draws_rows and not self.wants_detail
         if plan.sources and self.runner.sources is not None:
@@ -184,7 +192,7 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def _judge(self, plan: Plan, draft: Draft, scores: Scores, coins: Seq[Coins]) -> Verdict:
-        """Return the verdict on every request. Raises RequestFailed for a request that cannot be judged."""
+        """Return the verdict on the decoding requests. Raises RequestFailed for a request that cannot be judged."""
         rulings = []
         for b, request in enumerate(plan.decode):
             try:
@@ -201,7 +209,7 @@ class Stepper:
     def _rounds(
         self, plan: Plan, draft: Draft, verdict: Verdict, granted: Seq[int], watched: Seq[WatchedCoins]
     ) -> list[RoundDetail]:
-        """Return the details of each round, where listeners asked for them. Call it before the commit."""
+        """Return the details of each round if listeners asked for details, else []. Call this before the commit."""
         return [
             request.detail(draft, b, verdict, granted[b], coins.tosses, self.pacing.facts(request.seq))
             for b, (request, coins) in enumerate(zip(plan.decode, watched, strict=False))
@@ -210,7 +218,7 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _commit(self, plan: Plan, draft: Draft, scores: Scores, verdict: Verdict) -> StepReport:
-        """Append the decided tokens, keep their cache rows, and let the drafters observe the pass."""
+        """Append the decided tokens, keep their cache rows, let the drafters observe the pass, and return a report."""
         num_context_tokens = sum([len(request.seq.tokens) - 1 for request in plan.decode])
         done = [request.commit(draft, b, scores, verdict) for b, request in enumerate(plan.decode)]
         for i, (request, _) in enumerate(plan.prefill, len(plan.decode)):
@@ -236,10 +244,9 @@ class Stepper:
         return report
 
     def _keep(self, seqs: Seq[Sequence], kept: Seq[Seq[int]], held: Mapping[int, Held]) -> None:
-        """Keep the cache rows of committed tokens, and publish the blocks that they fill to the prefix cache.
+        """Keep the cache rows of committed tokens, and publish full blocks of these rows to the prefix cache.
 
-        kept: the rows to keep of each sequence. held: by sequence id, the rows of a beam search that stay in the cache
-        without being committed.
+        kept: the rows to keep of each sequence. held: by sequence id, the rows of a beam search that stay pending.
         """
         rows = {seq.id: kept_rows for seq, kept_rows in zip(seqs, kept, strict=True)}
         full = set(self.runner.cache.keep(rows, held) if held else self.runner.cache.keep(rows))
@@ -248,16 +255,16 @@ class Stepper:
                 self.runner.cache.publish(seq.id, seq.tokens)
 
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
-        """Return what a drafter sees of a sequence in this pass, with rows numbered in the pass.
+        """Return the Seen of a sequence: its rows in this pass, numbered within the pass, for its drafter.
 
-        run: the index of the sequence in the pass. kept: its rows with committed tokens, numbered from its first row.
+        run: the index of the sequence's run in the pass. kept: the kept rows, numbered within this run.
         """
         rows = scores.rows[run]
         start = self.runner.cache.length(seq.id) - len(kept)
         return Seen(start, [rows.start + row for row in kept], rows, run, scores)
 
     def _conclude(self, plan: Plan, report: StepReport) -> None:
-        """Complete the report with the drafters' records, and let catch-up and the pacing policy learn from it."""
+        """Add the drafters' records to the report, and let the catch-up limit and the pacing policy observe it."""
         if shares_s := self.drafter.shares_s:
             for request in (*plan.decode, *(request for request, _ in plan.prefill)):
                 request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)
@@ -266,7 +273,7 @@ class Stepper:
         self.pacing.observe(self._of_drafters(report))
 
     def _of_drafters(self, report: StepReport) -> StepReport:
-        """Return the report without tokens that grammars force, and without sequences whose drafter was not asked."""
+        """Return the report without tokens that grammars force, and without sequences whose drafter was not called."""
         asked = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
         num_forced = sum([step.num_accepted - step.without_forced.num_accepted for step in report.sequences])
         if not num_forced and len(asked) == len(report.sequences):

@@ -1,8 +1,8 @@
-"""The turns of engines on one device: the engines of a process step in turn, and know which of them have streams.
+"""Lets the engines of a process that share one device step in turn, and see each other's streams.
 
-Each engine has a seat, which is a record that the other engines read. It has the number of the engine's streams, the
-usual time of the engine's steps, their time limits, and whether the engine has prompts to run. So the prompt chunks of
-one engine respect the streams of all engines (fair.py).
+Each engine has a seat, which is a record that the other engines read. A seat has the number of the engine's streams,
+the usual time of the engine's steps, their time limits, and whether the engine has prompts to run. So the prompt chunks
+of one engine respect the time limits of the streams of all engines (fair.py).
 
 On a CPU all engines share the same threads. So the engines step one at a time, in the order in which they asked for the
 turn. A lock of the operating system alone might give the next turn to the same engine again and again. On a GPU the
@@ -25,11 +25,11 @@ LAST_TURNS = 8  # an engine takes another one for absent if that took no turn du
 
 @dataclass(eq=False)
 class Seat:
-    """The facts about one engine that other engines read.
+    """Holds the facts about one engine that other engines read.
 
     stretch, max_itl_s: the time limits of steps in which the engine's requests decode, as in Fair. num_streams: the
-    number of the engine's requests that decode. usual_s: the usual time of a step with that many streams; None = not
-    known yet. is_reading: whether the engine has prompts to run.
+    number of the engine's requests that decode. usual_s: the usual time of a step with `num_streams` streams; None =
+    not known yet. is_reading: whether the engine has prompts to run.
     """
 
     stretch: float | None
@@ -45,13 +45,16 @@ class Seat:
         return self.stretch is not None or self.max_itl_s is not None
 
     def limit_s(self, usual_s: float) -> float:
-        """Return the time limit of a step that usually takes `usual_s`."""
+        """Return the time limit, in seconds, of a step that usually takes `usual_s` seconds."""
         limits = [] if self.max_itl_s is None else [self.max_itl_s]
         return min(limits if self.stretch is None else [*limits, self.stretch * usual_s])
 
 
 class Turns:
-    """The turns and the seats of one device. is_exclusive: whether only one engine may step at a time."""
+    """Manages the turns and the seats of the engines on one device.
+
+    is_exclusive: whether only one engine may step at a time.
+    """
 
     def __init__(self, *, is_exclusive: bool = True) -> None:
         self.is_exclusive = is_exclusive
@@ -59,27 +62,30 @@ class Turns:
         self.renew()
 
     def renew(self) -> None:
-        """Forget who has the turn and who waits, because a child of fork(2) has no copy of the threads that step."""
+        """Free the turn and remove all waiting engines.
+
+        This is needed in a child of fork(2), which has no copy of the threads that hold the turn or wait.
+        """
         self._lock = threading.Lock()
         self._waiting, self._is_taken = deque[threading.Lock](), False
 
     def join(self, seat: Seat) -> Seat:
-        """Show an engine's seat to the other engines, until the seat is garbage-collected. Returns the seat."""
+        """Make an engine's seat visible to the other engines, until the seat is garbage-collected. Returns the seat."""
         with self._lock:
             self._seats.add(seat)
         return seat
 
     def beside(self, seat: Seat) -> Seq[Seat]:
-        """Return the seats of the other engines, except for engines that have taken no turn for a long time."""
+        """Return the seats of the other engines that have taken a turn during the last LAST_TURNS turns of `seat`."""
         since = seat.turns[0] if len(seat.turns) == LAST_TURNS else 0
         with self._lock:
             return [other for other in self._seats if other is not seat and other.turns and other.turns[-1] >= since]
 
     @contextmanager
     def turn(self, seat: Seat) -> Iterator[None]:
-        """Wait for the engines that asked before, then hold the turn until the context ends.
+        """Return a context manager that waits for the engines that asked earlier, and then holds the turn.
 
-        If `is_exclusive` is False, the turn is held without waiting.
+        The turn ends when the context ends. If `is_exclusive` is False, there is no waiting.
         """
         self._take()
         try:
