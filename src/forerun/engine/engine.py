@@ -184,8 +184,8 @@ class Engine:
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Let the pacing policy measure pass times on this machine.
 
-        Does nothing while a request runs or waits, or if no request so far has used a drafter. The measurement ends as
-        soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
+        Does nothing while a request runs or waits, and before the first request that uses a drafter. The measurement
+        ends as soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
         """
         if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
             self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))

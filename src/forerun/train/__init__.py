@@ -1,1 +1,1 @@
-"""Training of draft models, and of heads that draft from a target's hidden states, mostly on texts of the target."""
+"""Trains draft models, and heads that draft from a target's hidden states, mostly on texts that the target wrote."""

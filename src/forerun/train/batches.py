@@ -1,6 +1,6 @@
-"""Token streams, and the batches that are cut from them. A batch depends on (seed, step) alone.
+"""Cuts streams of token ids into batches. A batch depends only on the seed and the step number.
 
-So a resumed run equals an uninterrupted run: the position in the data is the step number.
+So a resumed run gets the same batches as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ AT_ONCE = 256  # documents per call of the tokenizer, whose result takes some hu
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: int, seed: int | None = None) -> Tokens:
-    """Return one stream of token ids: every document, followed by the id `end`.
+    """Encode documents, and return one stream of token ids [N] in which each document is followed by the id `end`.
 
-    Documents come in the given order, or shuffled by `seed`.
+    seed: shuffles the documents; None = keep their order.
     """
     order = list(documents)
     if seed is not None:
@@ -43,12 +43,12 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: i
 
 
 def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
-    """Return uint16 where it holds all ids of a tokenizer, otherwise uint32."""
+    """Return the smallest dtype for the ids of a tokenizer: uint16 for up to 65,536 ids, otherwise uint32."""
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
 class Rows(Protocol):
-    """An endless sequence of windows of ids, all of one length."""
+    """An endless sequence of windows of token ids. All windows have the same length."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +60,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class WindowStream:
-    """An endless sequence of windows of seq_len_tokens + 1 ids from one long stream, shuffled anew in every epoch.
+    """An endless sequence of windows of seq_len_tokens + 1 ids, cut from one long stream.
 
-    Each epoch begins at another offset, so that windows of two epochs have different borders.
+    Each epoch has a new order of windows, and a random offset at which the first window begins. So the windows of two
+    epochs have different borders.
     """
 
     tokens: Tokens
@@ -123,9 +124,10 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Batches of `num_rows` windows. `num_sample_rows` of these come from samples, a stream of a target's own texts.
+    """Makes batches of `num_rows` windows from two streams.
 
-    text: None where all rows come from samples.
+    samples: windows of texts that a target wrote; a batch has `num_sample_rows` of them. text: the other windows; None
+    if all windows come from `samples`.
     """
 
     text: Rows | None
@@ -141,9 +143,10 @@ class Mixture:
 
 
 def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor:
-    """Return the first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1].
+    """Return the first windows of a stream, at most `most`, int64 [n, seq_len_tokens + 1].
 
-    Raises BadOption where the stream is too short for one window.
+    Consecutive windows share one id: the last of a window is the first of the next. Raises BadOption where the stream
+    is too short for one window.
     """
     count = min(most, (len(tokens) - 1) // seq_len_tokens)
     if count < 1:
@@ -157,7 +160,8 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
     """Read a file of `forerun train sample` as one stream of ids [N], in which each text ends with the id `end`.
 
-    held_out: whether to read the texts that are held out from training. Raises BadOption for ids of another tokenizer.
+    held_out: True = read only the texts that are held out from training; False = read only the other texts. Raises
+    BadOption for ids of another tokenizer.
     """
     file = read_samples(path)
     if file.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
@@ -169,7 +173,7 @@ def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool =
 
 
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:
-    """Read rows of token ids of one length, int64 [N, seq_len_tokens + 1], from a .npy file.
+    """Read rows of token ids from a .npy file, int64 [N, seq_len_tokens + 1].
 
     Raises NotFound where there is no file, UnsupportedModel for a file of another kind, and BadOption for rows that do
     not fit the sequence length or the vocabulary.
@@ -194,6 +198,6 @@ def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.in
 
 
 def split_rows(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that training sees, and the held-out rows: the first of every HELD_OUT_EVERY rows."""
+    """Split rows of ids into the rows for training and the held-out rows: the first of every HELD_OUT_EVERY rows."""
     is_held_out = np.arange(len(ids)) % HELD_OUT_EVERY == 0
     return ids[~is_held_out], ids[is_held_out]

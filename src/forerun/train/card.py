@@ -50,10 +50,10 @@ def write_card(
 ) -> None:
     """Write the card to `out`, and the list of source files beside it as sources.txt.
 
-    target, draft: out folders of `train lm`. numbers: the measurements that `train pair --out` wrote. history,
-    target_history: out folders of earlier stages of the draft and of the target. Raises NotFound for a missing or
-    unfinished run, for missing prompts, and where the sources of this Python's standard library are others than the
-    models were trained on.
+    target, draft: out folders of `train lm`. numbers: the measurements that `train pair --out` wrote. prompts: see
+    `samples_section`. commands: a file of shell commands to print in the card. history, target_history: out folders of
+    earlier stages of the draft and of the target. Raises NotFound for a missing or unfinished run, for missing prompts,
+    and if the standard library of the running Python is not the text on which the target was trained.
     """
     target_run = read_run(target)
     corpus = load_corpus()
@@ -74,7 +74,10 @@ def write_card(
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json in an out folder, with the lines of the run's log added as the entry "log"."""
+    """Return the content of run.json in an out folder, with the lines of log.jsonl added as the entry "log".
+
+    Raises NotFound where there is no run.json.
+    """
     if not (folder / "run.json").exists():
         raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
     run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -83,7 +86,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
-    """Return how many modules and characters each split has, by the name of the split."""
+    """Return the number of modules and the number of characters of each split, by the name of the split."""
     splits = {name: getattr(corpus, name) for name in ("train", "validation", "bench")}
     return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
 
@@ -118,7 +121,7 @@ def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
 
 
 def final(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the last line of a finished run's log. Raises NotFound where the run did not finish."""
+    """Return the last line of a run's log. Raises NotFound where the run has not finished."""
     last: dict[str, Any] = run["log"][-1]
     if not last.get("final"):
         raise NotFound("the run has not finished: its log has no final line")
@@ -155,7 +158,10 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the section with options and losses of each training run. Earlier stages may have been stopped early."""
+    """Return the section with options and losses of each training run.
+
+    Earlier stages need no final line in their logs, because they may have been stopped early.
+    """
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
@@ -187,7 +193,10 @@ def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_section(target: Path, prompts: Path) -> str:
-    """Return five continuations of held-out prompts by the target: two greedy, three at temperature 0.8."""
+    """Return the section with five continuations by the target: two greedy, three at temperature 0.8.
+
+    prompts: the file of held-out prompts that are continued.
+    """
     texts = read_prompts(prompts, 5)
     llm = LLM(str(target), draft="none")
     text = "## Five continuations\n\nOf held-out prompts, by the target alone; the prompt ends at the mark `▶`.\n"

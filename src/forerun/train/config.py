@@ -18,7 +18,7 @@ LossName = Literal["ce", "kl", "alpha"]
 class LoopConfig:
     """The options that all training runs have, such as steps and learning rate. Sizes are in tokens, times in seconds.
 
-    weight_decay: applies to matrices only, not to norms. grad_clip: the largest norm that the gradient may have.
+    weight_decay: the weight decay of matrices; other weights have none. grad_clip: the largest norm of the gradient.
     """
 
     out: Path = option(REQUIRED, "folder for log, curves, state and what was learned (out/model, of a head out/head)")
@@ -107,12 +107,12 @@ class TrainConfig(LoopConfig):
 
     @property
     def num_sample_rows(self) -> int:
-        """The number of rows of a batch that are cut from samples (texts by the target), if samples are given."""
+        """The number of rows of a batch that are cut from samples (texts that the target wrote), if there are any."""
         return round(self.rows_per_step * self.samples_share)
 
     @property
     def reads_text(self) -> bool:
-        """Whether the model also learns from text that the target did not write."""
+        """Whether some rows of a batch are cut from text that the target did not write."""
         return self.samples is None or self.num_sample_rows < self.rows_per_step
 
 
@@ -120,7 +120,7 @@ class TrainConfig(LoopConfig):
 class HeadConfig(LoopConfig):
     """The options of one run of `forerun train head`.
 
-    fit_tokens: the number of tokens to which the head's first weights are fitted before the first step.
+    fit_tokens: the number of tokens on which the head's first weights are fitted before the first step.
     """
 
     method: str = option(
@@ -200,6 +200,6 @@ class DrafterConfig:
 
 
 def check_teacher(loss: LossName, teacher: str | None) -> None:
-    """Raise BadOption where the loss needs a target and none is given."""
+    """Raise BadOption where the loss needs a target and `teacher` is None."""
     if loss != "ce" and teacher is None:
         raise BadOption(f"--loss {loss} learns from a target's distribution: give --teacher PATH")

@@ -1,12 +1,13 @@
-"""The text that the shipped pair is trained on: the source of the Python standard library, cut into three splits.
+"""Reads the training text of the shipped pair: the source of the Python standard library, cut into three splits.
 
 Whole modules are held out. Models learn from *train*. *validation* is for choosing recipes and reporting losses.
-*bench* is for the benchmark prompts alone. The list of files (sorted paths, relative to the standard library's folder)
-depends on the Python version alone, so that a run can be repeated elsewhere. `Corpus.fingerprint` is equal exactly
-where the data are equal. In other text, such as installed packages, whole folders are held out.
+*bench* is only for the benchmark prompts. The list of files (sorted paths, relative to the standard library's folder)
+depends only on the Python version, so that a run can be repeated elsewhere. Two corpora have the same
+`Corpus.fingerprint` exactly if their data are equal. In other text, such as installed packages, whole folders are held
+out.
 
 The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
-machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
+machine-dependent files, and installed packages. Such files hold data or repeated text, and no code to learn from.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ HELD_OUT_SHARE, MOST_OF_ONE = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Document:
-    """One module: `path` relative to the standard library's folder, with forward slashes, and its normalised text."""
+    """Holds one source file: its path, relative to the corpus folder, with forward slashes, and its normalised text."""
 
     path: str
     text: str
@@ -52,9 +53,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits. In each, modules of the standard library are sorted by path.
+    """Holds the documents of the three splits.
 
-    Files of other text are sorted by hash, so that the beginning of a split is a sample of the whole split.
+    Modules of the standard library are sorted by path within each split. Files of other text are sorted by hash
+    instead, so that the beginning of a split is a sample of the whole split.
     """
 
     train: tuple[Document, ...]
@@ -62,7 +64,7 @@ class Corpus:
     bench: tuple[Document, ...]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 over split names, paths and texts, which is equal exactly where the data are equal."""
+        """Return the SHA-256 over split names, paths and texts. It is equal exactly for equal data."""
         digest = hashlib.sha256()
         for name in ("train", "validation", "bench"):
             for document in getattr(self, name):
@@ -76,13 +78,16 @@ def stdlib_folder() -> Path:
 
 
 def list_sources(folder: Path) -> list[str]:
-    """Return the sorted relative paths (forward slashes) of the sources below `folder` that belong to the corpus."""
+    """Return the paths of the Python files below `folder` that belong to the corpus, sorted.
+
+    The paths are relative to `folder`, with forward slashes.
+    """
     relative = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
     return sorted(path for path in relative if is_wanted(path))
 
 
 def is_wanted(path: str) -> bool:
-    """Return whether a relative path is code worth learning from (the module's docstring lists the exclusions)."""
+    """Return whether the file at a relative path belongs to the corpus. The module's docstring lists the exclusions."""
     *folders, name = path.split("/")
     if SKIPPED_FOLDERS.intersection(folders) or path in SKIPPED_FILES or name.startswith("test_"):
         return False
@@ -98,11 +103,11 @@ def split_of(path: str) -> str:
 
 
 def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the split of each path, for text in which `split_of` finds nothing to hold out.
+    """Return the split of each path, for text other than the standard library, where `split_of` holds out nothing.
 
-    sizes: the number of characters, by path. All files of one folder are in one split, and a file outside folders is a
-    group by itself. Folders are held out in the order of their hashes, until a split has its share. Large folders are
-    not held out.
+    sizes: the number of characters, by path. All files of one folder are in the same split. A file outside folders
+    counts as a folder of its own. Folders are held out in the order of their hashes, until each held-out split has the
+    share HELD_OUT_SHARE of all characters. Folders with a share above MOST_OF_ONE are not held out.
     """
     groups: dict[str, list[str]] = {}
     for path in sizes:
@@ -125,7 +130,7 @@ def _hash(name: str) -> bytes:
 
 
 def normalise(text: str) -> str:
-    """Normalise white space, because invisible variation teaches nothing and costs tokens.
+    """Return the text with normalised white space, because invisible differences teach nothing and cost tokens.
 
     Line ends become \\n, and tabs become spaces up to the next multiple of 8 columns. White space at line ends is
     removed. At most two blank lines in a row are kept. The text ends with one newline.
@@ -141,7 +146,7 @@ def normalise(text: str) -> str:
 
 
 def read_source(path: Path) -> str | None:
-    """Return the normalised text of one source file, or None where it cannot be decoded or is empty."""
+    """Return the normalised text of one source file; None if the file cannot be decoded or has no text."""
     try:
         with tokenize.open(path) as file:
             text = normalise(file.read())
@@ -151,9 +156,9 @@ def read_source(path: Path) -> str | None:
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """Read, normalise and split every source below `folder` (default: the running Python's standard library).
+    """Read, normalise and split the Python files below `folder`. None = the standard library of the running Python.
 
-    Raises NotFound where the folder holds no Python source.
+    Raises NotFound where the folder has no Python file to train on.
     """
     root = folder or stdlib_folder()
     texts = {path: text for path in list_sources(root) if (text := read_source(root / path)) is not None}
@@ -173,7 +178,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One held-out prompt.
+    """Holds one held-out prompt.
 
     text: the prompt, which ends after a signature, a docstring or a statement. module: the path of the source file.
     """
@@ -191,10 +196,10 @@ def bench_prompts(
     max_tokens: int = 120,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Return at most `limit` prompts from held-out modules, deterministic in `seed`.
+    """Return at most `limit` prompts from held-out documents. The same `seed` gives the same prompts.
 
-    Each prompt ends after a signature, a docstring or a statement of a body, at the end of a line. It consists of whole
-    lines with `min_tokens`..`max_tokens` tokens, as counted by `count_tokens`.
+    A prompt consists of whole lines. Its last line ends a signature, a docstring or a statement of a body. A prompt has
+    `min_tokens` to `max_tokens` tokens, as counted by `count_tokens`.
     """
     rng = random.Random(seed)
     prompts: list[Prompt] = []
@@ -209,10 +214,11 @@ def bench_prompts(
 
 
 def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
-    """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
+    """Yield, for each function or class, its name and the number (1-based) of a line after which a prompt can end.
 
-    It is the last line of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
-    fewer than three lines are left out, and so is text that Python cannot parse.
+    This is the last line of the signature, of the docstring, or of a statement in the first half of the body, chosen
+    at random. Functions and classes whose body has fewer than three lines are left out. Nothing is yielded for a
+    source that Python cannot parse.
     """
     try:
         with warnings.catch_warnings():
@@ -238,9 +244,9 @@ def context_before(
 ) -> str | None:
     """Return whole lines up to `last_line` (1-based, included) with `wanted` to `most` tokens; None where no line fits.
 
-    The text has fewer tokens where it reaches the beginning of the file, or where one more line would be too much.
-    There is no newline at the end, because the tokenizer joins a newline with the indentation that the model is to
-    choose.
+    The text has fewer than `wanted` tokens if the file has no earlier line, or if one more line would exceed `most`.
+    The text does not end with a newline, because the tokenizer joins a newline with the next indentation, which the
+    model should choose.
     """
     first = last_line
     text = ""
@@ -256,6 +262,6 @@ def context_before(
 
 
 def write_prompts(prompts: list[Prompt], path: Path) -> None:
-    """Write one JSON object per line with the fields id, module, text."""
+    """Write prompts to a file, as one JSON object per line with the fields id, module and text."""
     rows = (json.dumps({"id": p.id, "module": p.module, "text": p.text}, ensure_ascii=False) for p in prompts)
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The file of the drafter `datastore`: the tokens of texts, and their suffix array (REST, arXiv 2311.08252)."""
+"""Writes the file of the drafter `datastore`: the tokens of texts, and a suffix array (REST, arXiv 2311.08252)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def train(
     max_text_bytes: int = 10**8,
     progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> int:
-    """Encode texts (read_texts) for a target, write them to `out` as a datastore, and return the number of tokens.
+    """Encode texts for a target, write them to `out` as a datastore, and return the number of tokens.
 
-    target: as for LLM; None = the default target. progress: called after each text, with the number of tokens so far.
-    Raises UserError for wrong options, and does so before any text is read where it can.
+    target: as for LLM; None = the default target. texts, max_text_bytes: as in `read_texts`. progress: called after
+    each text, with the number of tokens so far. Raises UserError for wrong options, if possible before a text is read.
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
@@ -44,9 +44,9 @@ def train(
 
 
 def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None) -> Ints:
-    """Return the ids of all texts in one array [n], with END_OF_TEXT after each text.
+    """Return the ids of all texts in one array [n], with END_OF_TEXT after each text. Ids from num_ids on are left out.
 
-    Raises NotFound where the texts have no token.
+    progress: called after each text, with the number of ids so far. Raises NotFound where the texts have no token.
     """
     parts: list[Ints] = []
     num_tokens = 0
@@ -61,16 +61,16 @@ def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], No
 
 
 def save(tokens: Ints, out: Path, fingerprint: str) -> None:
-    """Write the file that the drafter `datastore` reads. tokens: as `joined` returns them."""
+    """Write the file that the drafter `datastore` reads. tokens: the result of `joined`."""
     artifacts.save(out, KIND, {"tokens": tokens, "suffixes": suffix_array(tokens)}, fingerprint)
 
 
 def suffix_array(tokens: Ints) -> Ints:
-    """Return the starts of all suffixes of `tokens` [n] in lexicographic order.
+    """Return the starts of all suffixes of `tokens` [n] in lexicographic order of the suffixes.
 
-    A suffix comes before every longer suffix that begins with it. The suffixes are sorted by prefix doubling (Manber,
-    Myers 1993). Sorting by the first h tokens gives each suffix a rank. Then suffixes with equal first h tokens are
-    sorted by the rank of the suffix that begins h tokens later. Now all are sorted by their first 2 h tokens.
+    A suffix comes before the longer suffixes of which it is a prefix. The suffixes are sorted by prefix doubling
+    (Manber, Myers 1993). Sorting by the first h tokens gives each suffix a rank. Then suffixes with equal ranks are
+    sorted by the rank of the suffix that begins h tokens later. So all suffixes are sorted by their first 2 h tokens.
     """
     num = len(tokens)
     order = np.argsort(tokens, kind="stable")

@@ -1,4 +1,4 @@
-"""Measurement of alpha-hat for a target and its draft model, by decoding held-out prompts with forerun's own engine."""
+"""Measures alpha-hat of a target and its draft model, by decoding held-out prompts with forerun's engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forerun.types import SamplingParams
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """The measured counts and rates of a target with its draft model, over all prompts.
+    """Holds the measured counts and rates of a target with its draft model, over all prompts.
 
     alpha_hat: the share of tested tokens that were accepted; None where no token was tested.
     """
@@ -33,7 +33,10 @@ class PairNumbers:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Read the texts of a prompts.jsonl. limit: the most texts to return, spread evenly over the file; None = all."""
+    """Read the texts of a prompts.jsonl, such as `write_prompts` writes. Raises NotFound where there is no file.
+
+    limit: the largest number of texts to return; they are spread evenly over the file. None = all texts.
+    """
     if not path.exists():
         raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -50,10 +53,10 @@ def measure_pair(
     spec_length: int = 5,
     seed: int = 0,
 ) -> PairNumbers:
-    """Decode every prompt speculatively with the draft model, and add up the reports.
+    """Decode every prompt speculatively with the draft model, and return the sums of the reports' counts.
 
-    Drafts are verified by the ratio rule at temperature > 0. The prompts get the seeds seed, seed + 1, ..., so a
-    measurement can be repeated on one machine.
+    At a temperature above 0, drafts are verified by the ratio rule. Prompt i gets the seed `seed` + i, so a measurement
+    can be repeated on one machine.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
     outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
@@ -63,9 +66,9 @@ def measure_pair(
 def decode(
     llm: LLM, prompts: Sequence[str], temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool
 ) -> list[RequestOutput]:
-    """Decode every prompt. Drafts are verified by the ratio rule at temperature > 0.
+    """Decode every prompt, and return the outputs. Prompt i gets the seed `seed` + i.
 
-    The prompts get the seeds seed, seed + 1, ...
+    At a temperature above 0, drafts are verified by the ratio rule.
     """
     params = [
         SamplingParams(
@@ -81,7 +84,7 @@ def decode(
 
 
 def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_length: int) -> PairNumbers:
-    """Return the counts and rates of all outputs together, from their reports."""
+    """Return the sums of the counts in the reports of `outputs`, and the rates of these sums."""
     reports = [output.report for output in outputs]
     tested, accepted = sum(r.num_tested for r in reports), sum(r.num_accepted for r in reports)
     steps, emitted = sum(r.num_steps for r in reports), sum(r.num_emitted for r in reports)
@@ -100,5 +103,5 @@ def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_leng
 
 
 def write_numbers(numbers: Sequence[PairNumbers], path: Path) -> None:
-    """Write one JSON object per measurement."""
+    """Write the measurements to a file, as one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(n)) + "\n" for n in numbers), encoding="utf-8")

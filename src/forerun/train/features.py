@@ -1,9 +1,10 @@
-"""The features that a head reads: hidden states of the target on texts, recorded while it writes, or computed again.
+"""The features that a head reads: hidden states of the target on texts.
 
 The features of a token are the residual stream after some layers, the hidden state after the final norm, and the
-likeliest next id. Hidden states are always rounded to bfloat16, so a run on stored features equals a run on recomputed
-features. Recorded features of a text's last token are zeros, but nothing is learned from them. With hidden size H, a
-stored token takes 2 H (layers + 1) + 4 bytes.
+likeliest next id. They are recorded while the target writes a text, or computed by running the text again. Hidden
+states are always rounded to bfloat16, so a run on stored features equals a run on recomputed features. Recorded
+features of a text's last token are zeros, but nothing is learned from them. With hidden size H, a stored token takes
+2 H (layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ VERSION = 2  # of the file
 
 @dataclass(frozen=True)
 class Features:
-    """The features of one text, by token. layers [n, k, H] and hidden [n, H] bfloat16; best [n] int64."""
+    """Holds the features of the n tokens of one text.
+
+    layers [n, k, H] bfloat16: the residual stream after each of k layers. hidden [n, H] bfloat16: the hidden state
+    after the final norm. best [n] int64: the likeliest next id.
+    """
 
     layers: Tensor
     hidden: Tensor
@@ -48,7 +53,7 @@ class Features:
 
     @classmethod
     def joined(cls, parts: Seq[Features]) -> Features:
-        """Return the features of a text from the features of its parts."""
+        """Join the features of consecutive parts of a text."""
         return cls(*(torch.cat(rows) for rows in zip(*(part.tensors for part in parts), strict=True)))
 
 
@@ -60,9 +65,10 @@ class FeatureSource(Protocol):
 
 
 class Recomputed:
-    """A source that runs the target over a text whenever the features of the text are asked for.
+    """A source that runs the target over a text each time the features of the text are requested.
 
-    layers: for each wanted hidden state, the number of layers before it. longest: the most tokens of a text.
+    layers: the numbers k of the wanted residual streams; stream k is the stream after the first k layers. longest: the
+    largest number of tokens of a text.
     """
 
     def __init__(self, model: Model, layers: Seq[int], longest: int) -> None:
@@ -89,9 +95,10 @@ class Recomputed:
 
 
 def features_of(model: Model, layers: Seq[Any], hidden: Any, best: Seq[int]) -> Features:
-    """Return the features of n tokens, made from arrays of the model's backend.
+    """Convert arrays of the model's backend to the features of n tokens.
 
-    layers: for each layer, the rows [n, H] of the residual stream. hidden: the rows [n, H] after the final norm.
+    layers: for each wanted layer, the rows [n, H] of the residual stream. hidden: the rows [n, H] after the final norm.
+    best: the likeliest next id of each token.
     """
     rows = [torch.from_numpy(model.rows.to_host(row)).bfloat16() for row in (*layers, hidden)]
     taps = torch.stack(rows[:-1], 1) if layers else torch.empty(*rows[-1].shape[:1], 0, *rows[-1].shape[1:]).bfloat16()
@@ -106,12 +113,12 @@ def best_of(model: Model, hidden: Any) -> list[int]:
 
 
 class Stored:
-    """Features in a folder. First the missing features are computed. Then all features are read from the folder.
+    """A source that reads features from a folder. Missing features are first computed and added to the folder.
 
-    samples: the samples, in the order in which their features are stored. layers: the wanted layers; `source` must read
-    them all. facts: everything that the features depend on; a folder with other facts is refused. say: called after
-    each text that was added, with the number of texts so far and the number of all texts. If a process is killed, the
-    next process goes on with the features that are still missing.
+    samples: the samples, in the order in which their features are stored. source: computes missing features. layers:
+    the wanted layers; `source` must read all of them. facts: everything that the features depend on; a folder with
+    other facts is refused. say: called after each added text, with the number of texts so far and the number of all
+    texts. If a process is killed, the next process computes only the features that are still missing.
     """
 
     def __init__(
@@ -148,10 +155,10 @@ class Stored:
 
 
 class FeatureFile:
-    """The features of texts in a folder, one text after the other.
+    """A folder that stores the features of texts, one text after the other.
 
-    layers: the layers after which the residual stream is stored. width: the hidden size. Raises BadOption for a folder
-    with other facts.
+    layers: the layers after which the residual stream is stored. width: the hidden size. facts: everything that the
+    features depend on. Raises BadOption for a folder with other facts.
     """
 
     def __init__(self, folder: Path, layers: Seq[int], width: int, facts: Mapping[str, Any]) -> None:
@@ -163,11 +170,11 @@ class FeatureFile:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens whose features are stored whole. The last text may be cut short."""
+        """The number of tokens whose features are completely stored. Features of the last text may be missing."""
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
-        """Write the features of a text. start: the number of tokens in the texts before it."""
+        """Write the features of a text. start: the number of tokens in all earlier texts."""
         rows = np.empty(len(features.best), dtype=self._record)
         rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
         rows["best"] = features.best.numpy()
@@ -176,17 +183,17 @@ class FeatureFile:
             file.write(rows.tobytes())
 
     def rows(self) -> NDArray[Any]:
-        """Return the records of all tokens, as an array that is mapped from the disk."""
+        """Return the records of all tokens, as a memory-mapped array."""
         return np.memmap(self.path, dtype=self._record, mode="r", shape=(self.num_tokens,))
 
 
 def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that features depend on. samples: the options with which the texts were written."""
+    """Return everything that the features of texts depend on. samples: the options of the file of texts."""
     return {"weights": fingerprint(model), "precision": model.precision, "samples": dict(samples)}
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
-    """Return all layers that a folder stores, if it stores the wanted layers. Otherwise return the wanted layers."""
+    """Return the layers that a folder of features stores, if they include `wanted`. Otherwise return `wanted`."""
     path = folder / "features.json"
     had = read_json(path).get("layers") if path.exists() else None
     return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)

@@ -1,4 +1,4 @@
-"""A fingerprint of a target's weights, for the files that depend on them."""
+"""Computes a fingerprint of a target's weights, which is stored in files that depend on the weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forerun.ops.model import LoadedModel
 def fingerprint(model: LoadedModel) -> str:
     """Return a hexadecimal hash of some embeddings, the final norm and the middle layer of a model.
 
-    The weights are hashed as the model computes with them. A layer is needed because a fine-tuned model may share
-    embeddings and norms with its base model.
+    The hash covers the values with which the model computes. A layer is included, because a fine-tuned model may have
+    the same embeddings and norms as its base model.
     """
     ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
     embedded = model.embed(range(min(64, model.config.vocab_size)))

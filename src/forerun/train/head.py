@@ -1,4 +1,7 @@
-"""`forerun train head` trains a drafter that reads its target's hidden states, on text that the target wrote."""
+"""Trains a head, a drafter that reads its target's hidden states, on text that the target wrote.
+
+The command is `forerun train head`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # config.json entries that may
 
 @dataclass
 class HeadTask:
-    """A head that is trained, as a `Task` of the training loop."""
+    """Implements `Task` for the training of a head.
+
+    data, held_out: the batches for training and for validation. tokenizer: the fingerprint of the target's tokenizer.
+    facts: entries for run.json. checkpoint: the target.
+    """
 
     config: HeadConfig
     head: heads.Head
@@ -54,7 +61,11 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The method, the first weights and the samples' options, see `Task`. A run may resume with more samples."""
+        """The settings that must not change when a run is resumed (see `Task`).
+
+        These are the method with its options, the seed, the earlier head, and the samples' options. There may be more
+        samples in a resumed run.
+        """
         begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
         return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
@@ -67,7 +78,7 @@ class HeadTask:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure the head on held-out texts. Returns the mean of each measure of `Head.measure`, by name."""
+        """Measure the head on held-out texts, and return the mean of each measure of `Head.measure`, by name."""
         sums: dict[str, tuple[float, float]] = {}
         rows = self.held_out.epoch()[: self.config.validation_rows]
         for start in range(0, len(rows), self.config.rows_per_step):
@@ -82,9 +93,9 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head.
+        """Write the head to the folder out/head. log: the lines of log.jsonl.
 
-        Also write out/model, if the target was trained too, or if the head is added to a copy of the target.
+        If the target was trained too, or if the head is added to a copy of the target, also write out/model.
         """
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
@@ -112,15 +123,15 @@ def train(
 ) -> dict[str, Any]:
     """Train a head for a target. Returns the measures of the last validation, by name.
 
-    warn: called with remarks on samples and target. Raises BadOption for samples of another tokenizer, and for too few
-    samples.
+    warn: called with warnings about the samples and the target. Raises BadOption for samples of another tokenizer, and
+    for too few samples.
     """
 
     return loop.train(config, lambda: shown_prepare(config, checkpoint, quiet, warn), resume=resume, quiet=quiet)
 
 
 def shown_prepare(config: HeadConfig, checkpoint: Checkpoint, quiet: bool, warn: Callable[[str], None]) -> HeadTask:
-    """Call `prepare`, with a progress bar for the hidden states."""
+    """Call `prepare`, and show a progress bar while hidden states are computed and stored."""
     with loop.progress_bar(quiet) as progress:
         row = progress.add_task("hidden states", note="", visible=False)
         return prepare(
@@ -134,7 +145,7 @@ def prepare(
     say: Callable[[int, int], None] = lambda num, of: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> HeadTask:
-    """Read the samples, compute the features that are to be stored, and make the head.
+    """Read the samples, store features if the options name a folder for features, and make the head.
 
     say: called with the number of texts whose features are stored, and the number of all texts. warn: see `train`.
     """
@@ -188,7 +199,10 @@ def prepare(
 
 @dataclass(frozen=True)
 class Before:
-    """An earlier head, from which training goes on. ids: the ids that this head drafts; empty = it drafts all ids."""
+    """Holds an earlier head, whose weights are the first weights of a run.
+
+    config: the head's config.json. ids: the ids that the head drafts; empty = the head drafts all ids.
+    """
 
     folder: str
     config: Mapping[str, Any]
@@ -196,7 +210,7 @@ class Before:
 
     @classmethod
     def read(cls, name: str, method: str, tokenizer: str, num_ids: int) -> Before:
-        """Read a head of `forerun train head`.
+        """Read a head that `forerun train head` made. name: a folder, a name or a hub id. method: the head's method.
 
         Raises UserError where there is no such head, and for a head of another method or tokenizer.
         """
@@ -211,9 +225,10 @@ class Before:
 
     @torch.no_grad()
     def go_on(self, head: heads.Head, model: LoadedModel, num_ids: int) -> None:
-        """Copy the weights of the earlier head into a new head.
+        """Copy the weights of the earlier head into `head`.
 
-        Raises UserError for weights of another target, and for weights that were trained with other options.
+        model: the target. Raises UserError for weights of another target, and for weights that were trained with other
+        options.
         """
         if (go_on_as := getattr(head, "go_on_as", None)) is not None:
             go_on_as(self.config)
@@ -237,7 +252,7 @@ class Before:
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
-    """Return the samples that the run sees, and the options of the samples' file.
+    """Return the samples that the run uses, and the options of the file of samples.
 
     Raises BadOption for ids of another tokenizer.
     """

@@ -1,12 +1,13 @@
-"""`forerun train lm` trains a small model on Python source, token ids, a target's text, or a target's soft labels.
+"""Trains a small language model, for `forerun train lm`.
 
-The model is a llama (like the shipped target and its draft, which this command trained), a GPT-2, a mixture of experts,
-or a hybrid in which most layers keep a state. Arithmetic is float32, or bfloat16 autocast where the processor has it.
-The result is a standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
+The model learns from Python source, token ids, texts of a target, or a target's distributions. It is a llama (like the
+shipped target and its draft, which this command trained), a GPT-2, a mixture of experts, or a hybrid in which most
+layers keep a state. Arithmetic is float32, or bfloat16 autocast if the processor has instructions for bfloat16. The
+result is a standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
 
-Several drafts of one target can be trained one after another. Each learns only where no earlier draft (`after`) agrees
-with the target on the likeliest token. So all drafts together cover more than any one alone (SpecInfer, Miao et al.
-2023, arXiv 2305.09781, section 3).
+Several drafts of one target can be trained one after another. Each draft learns only from tokens at which no earlier
+draft (`after`) agrees with the target on the likeliest token. So all drafts together agree with the target more often
+than a single draft (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3).
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ BALANCE = 0.01  # weight of each router's imbalance (Fedus, Zoph, Shazeer 2021, 
 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train a language model by `loop.train`. Raises BadOption where the out folder's state belongs to another run."""
+    """Train a language model with `loop.train`. Returns the measures of the last validation, by name.
+
+    Raises BadOption where the state in the out folder belongs to another run.
+    """
 
     def shown_prepare() -> LanguageModel:
         with loop.progress_bar(quiet) as progress:
@@ -57,10 +61,11 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the tokenizer and end ids that the checkpoint needs. validation [n, seq_len + 1].
+    """Holds the data of a run, and the tokenizer and end ids for the checkpoint.
 
-    facts: the entries for run.json. tokenizer_folder, end_id: None where the data are rows of ids, without text.
-    end_id: the id after each text. end_ids: the ids that end an output.
+    batches: the batches for training. validation [n, seq_len + 1]: the held-out windows. facts: entries for run.json.
+    end_id: the id after each text in training. end_ids: the ids that end an output. tokenizer_folder and end_id are
+    None if the data are rows of ids, without text.
     """
 
     batches: batches.Mixture
@@ -73,9 +78,9 @@ class Data:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder that is trained, as a `Task` of the training loop.
+    """Implements `Task` for the training of a decoder.
 
-    earlier: drafts of the same target that were trained before.
+    teacher: the target; None = there is no target. earlier: drafts of the same target that were trained before.
     """
 
     config: TrainConfig
@@ -88,18 +93,22 @@ class LanguageModel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The shape, the loss and the data, see `Task`. A run may resume with more samples."""
+        """The settings that must not change when a run is resumed (see `Task`).
+
+        These are the shape, the loss, the teacher, the earlier drafts, the seed and the data. There may be more samples
+        in a resumed run.
+        """
         names = ("shape", "loss", "teacher", "after", "seed")
         return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """Empty, because all weights have the usual learning rate, see `Task`."""
+        """The learning rates that differ from the usual rate (see `Task`): none."""
         return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The entries for run.json, see `Task`."""
+        """The entries for run.json: the number of parameters, facts about the data, and the numbers of tokens."""
         mixture = self.data.batches
         return {
             "num_parameters": self.config.shape.num_parameters,
@@ -109,9 +118,9 @@ class LanguageModel:
         }
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of one step's batch.
+        """Return the loss of the batch of one step.
 
-        Tokens that an earlier draft model predicts as the target does are left out.
+        Tokens at which an earlier draft model and the target have the same likeliest token are left out.
         """
         windows = self.data.batches.batch(step).to(self.config.device)
         self.ops.imbalances.clear()
@@ -132,11 +141,12 @@ class LanguageModel:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure the cross entropy in nats per token on held-out modules or rows, or on held-out texts of the target.
+        """Measure the model on the held-out modules, rows of ids, or texts of the target. Returns the measures by name.
 
-        With a teacher, also measure the KL divergence, alpha at temperature 1, and the share of tokens on which both
-        models agree greedily. With earlier drafts, also measure the share of tokens on which at least one earlier draft
-        agrees with the teacher, and the share on which an earlier draft or this model agrees.
+        validation_loss is the cross entropy in nats per token. With a teacher, there are also kl (the KL divergence),
+        alpha (at temperature 1), and agreement (the share of tokens with the same likeliest token as the teacher's).
+        With earlier drafts, there are also coverage_before (the share of tokens at which an earlier draft agrees with
+        the teacher), and coverage (the share at which an earlier draft or this model agrees with the teacher).
         """
         sums: dict[str, float] = {}
         rows_per_step, validation = self.config.rows_per_step, self.data.validation
@@ -158,14 +168,14 @@ class LanguageModel:
         return {key: value / len(validation) for key, value in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the checkpoint folder out/model."""
+        """Write the checkpoint folder out/model. log is not used."""
         data, folder = self.data, self.config.out / "model"
         export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id, data.end_ids)
 
     def _covered(self, windows: Tensor, target: Tensor) -> Tensor:
         """Return for each token whether any earlier draft model agrees with the target on the likeliest id.
 
-        windows [S, L + 1] -> bool [S * L].
+        windows [S, L + 1]: the ids. target [S * L, V]: the target's logits. The result is bool [S * L].
         """
         best = target.argmax(-1)
         hits = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
@@ -181,7 +191,7 @@ class LanguageModel:
 
 
 def prepare(config: TrainConfig) -> LanguageModel:
-    """Read the data, and make tokenizer and model. A large corpus takes minutes."""
+    """Read the data, and make the tokenizer and the model of a run. A large corpus takes minutes."""
     config.out.mkdir(parents=True, exist_ok=True)
     weights = first_weights(config)
     ops = TrainingOps(config.seq_len_tokens)
@@ -200,7 +210,7 @@ def prepare(config: TrainConfig) -> LanguageModel:
 
 
 def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
-    """Read the texts, and encode them. Where there is no tokenizer, one is trained on these texts.
+    """Read and encode the texts of a run. If neither a tokenizer nor a teacher is given, train a tokenizer.
 
     end_ids: the ids that end the teacher's output.
     """
@@ -230,7 +240,7 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
 
 
 def ids_data(config: TrainConfig, path: Path) -> Data:
-    """Read rows of ids, and hold out every 16th row. Raises the errors of `batches.load_rows`."""
+    """Read rows of ids from the file `path`, and hold out every 16th row. Raises errors as `batches.load_rows` does."""
     rows = batches.load_rows(path, config.shape.vocab_size, config.seq_len_tokens)
     seen, held_out = batches.split_rows(rows)
     return Data(
@@ -241,9 +251,10 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 
 
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
-    """Return the target, and the ids that end its output. Without a target, return None and no ids.
+    """Load the target that config.teacher names. Returns the target and the ids that end its output.
 
-    Raises BadOption where the target's ids or positions do not fit the run, and where it has sliding windows.
+    Returns None and no ids if there is no teacher. Raises BadOption where the target's vocabulary or number of
+    positions does not fit the run, and where the target has sliding windows.
     """
     if config.teacher is None:
         return None, frozenset()
@@ -257,7 +268,10 @@ def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | No
 
 
 def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
-    """Load an earlier draft of the target. Raises BadOption where its ids or positions do not fit the run."""
+    """Load an earlier draft of the target.
+
+    Raises BadOption where the draft's vocabulary or number of positions does not fit the run.
+    """
     model = load_decoder(name, ops, config.device)
     _check_fits(name, model, config)
     return model
@@ -272,7 +286,10 @@ def _check_fits(name: str, model: TorchModel, config: TrainConfig) -> None:
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
-    """Return the given tokenizer, or else the teacher's, or else a new one. Its files are written to out/tokenizer."""
+    """Return the tokenizer of the options, or else the teacher's, or else a tokenizer trained on `corpus`.
+
+    The tokenizer's files are written to out/tokenizer. Raises BadOption for a tokenizer with more ids than the model.
+    """
     folder = config.out / "tokenizer"
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
@@ -290,7 +307,10 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
-    """Return the id that training puts after each text: END_OF_TEXT, or else the lowest end id of the target."""
+    """Return the id that training puts after each text: END_OF_TEXT, or else the lowest of `end_ids`.
+
+    Raises BadOption where there is neither.
+    """
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None and not end_ids:
         raise BadOption(f"the tokenizer has no token {END_OF_TEXT}, which training puts behind each text: take another")
@@ -298,14 +318,15 @@ def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
 
 
 def num_ids_of(teacher: str) -> int:
-    """Return the vocabulary size in the config.json of a target, which its drafts must share."""
+    """Return the vocabulary size of a target from its config.json. The drafts of the target must have the same size."""
     return spec_of(teacher).vocab_size
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Return random weights, or the weights of config.init_from, deepened where that model has fewer layers.
+    """Return the first weights of a run: random weights, or the weights of the model config.init_from.
 
-    Raises NotFound and BadOption as `read_shape` and `deepen` do.
+    If this model has fewer layers than the run's shape, layers are added (`deepen`). Raises NotFound and BadOption as
+    `read_shape` and `deepen` do.
     """
     if config.init_from is None:
         return initial_weights(config.shape, config.seed, device=config.device)
@@ -314,7 +335,10 @@ def first_weights(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def make_mixture(config: TrainConfig, corpus: Corpus | None, tokenizer: Tokenizer, end: int) -> batches.Mixture:
-    """Make batches from the train split, from texts that the target wrote, or from both."""
+    """Make the batches of a run from the train split of `corpus`, from texts that the target wrote, or from both.
+
+    end: the id after each text.
+    """
     num_rows, text, samples = config.rows_per_step, None, None
     if corpus is not None and config.reads_text:
         tokens = batches.encode_documents(corpus.train, tokenizer, end, seed=config.seed)

@@ -29,10 +29,11 @@ LOG_EVERY_STEPS = 10
 
 
 class Task(Protocol):
-    """The model or head that is trained. weights: by name; they are trained in place.
+    """The interface of a model or head that is trained.
 
-    identity: the settings, by name, that must not change where a run goes on from a saved state. facts: entries
-    for run.json. rates: the learning rates of some weights, by name, as multiples of the usual rate.
+    weights: the weights, by name, which are trained in place. identity: the settings, by name, that must not change
+    when a run is resumed from a saved state. facts: entries for run.json. rates: the learning rates of some weights, by
+    name, as multiples of the usual rate.
     """
 
     @property
@@ -45,7 +46,7 @@ class Task(Protocol):
     def rates(self) -> Mapping[str, float]: ...
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of the batch of one step. The batch depends on seed and step alone."""
+        """Return the loss of the batch of one step. The batch depends only on the seed and the step."""
 
     def validate(self) -> dict[str, float]:
         """Return measures on held-out data, such as losses, by name."""
@@ -56,9 +57,9 @@ class Task(Protocol):
 
 @dataclass
 class Run:
-    """The state of a run in memory.
+    """Holds the state of a run in memory.
 
-    step: the number of finished steps. elapsed_s: the seconds that the steps of all sessions took.
+    step: the number of finished steps. elapsed_s: the seconds that all finished steps took, earlier sessions included.
     """
 
     config: LoopConfig
@@ -71,12 +72,12 @@ class Run:
 def train(
     config: LoopConfig, prepare: Callable[[], Task], *, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Train until config.steps, save along the way, and export. Returns the measures of the last validation.
+    """Train for config.steps steps, save regularly, and export. Returns the measures of the last validation, by name.
 
-    prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder;
-    where the folder has no state, begin a new run. On the same machine with the same number of threads, every loss of a
-    resumed run equals the loss of an uninterrupted run bit for bit. Raises BadOption where the out folder's state is of
-    another run, and where there is a state and resume is False.
+    prepare: reads the data and makes the task, which may take long. resume: whether to continue from the state in the
+    out folder; if the folder has no state, a new run begins. On the same machine with the same number of threads, every
+    loss of a resumed run equals the loss of an uninterrupted run bit for bit. Raises BadOption if the out folder has
+    the state of another run, and if the folder has a state and resume is False.
     """
     if not resume and (config.out / "state.pt").exists():
         raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
@@ -104,7 +105,7 @@ def train(
 def make_optimizer(
     config: LoopConfig, weights: Mapping[str, Tensor], rates: Mapping[str, float] = MappingProxyType({})
 ) -> torch.optim.AdamW:
-    """Make AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay on matrices only.
+    """Make an AdamW optimizer (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and weight decay for matrices only.
 
     rates: see Task.
     """
@@ -159,7 +160,10 @@ def train_step(run: Run) -> tuple[float, float]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch's sums repeatable. Without this, threads add up the embedding's gradient in a changing order."""
+    """Return a context manager in which torch's sums are repeatable.
+
+    Otherwise threads add up the gradient of the embeddings in a changing order.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -169,9 +173,10 @@ def deterministic() -> Iterator[None]:
 
 
 def autocast(config: LoopConfig) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass, in which products are computed in bfloat16 or in the usual type.
+    """Return the context manager for a forward pass with the option autocast.
 
-    bfloat16 is used with the option `bf16`, and with `auto` where the device has instructions for it.
+    Matrix products are computed in bfloat16 with `bf16`, and with `auto` if the device has instructions for bfloat16.
+    Otherwise the context changes nothing.
     """
     device = torch.device(config.device).type
     if config.autocast == "off" or (config.autocast == "auto" and not has_bf16(device)):
@@ -180,7 +185,7 @@ def autocast(config: LoopConfig) -> AbstractContextManager[Any]:
 
 
 def has_bf16(device: str) -> bool:
-    """Return whether the device is CUDA or a processor with AVX512-BF16 or AMX.
+    """Return whether the device has instructions for bfloat16: CUDA, or a processor with AVX512-BF16 or AMX.
 
     Other processors emulate bfloat16, which is slower than float32.
     """
@@ -193,7 +198,7 @@ def has_bf16(device: str) -> bool:
 
 
 def log(run: Run, numbers: Mapping[str, Any]) -> None:
-    """Append one line to log.jsonl: the step, the tokens and the seconds so far, and the measures in `numbers`."""
+    """Append one line to log.jsonl: the step, the tokens so far, the seconds so far, and the measures in `numbers`."""
     tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
     head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
     with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -215,7 +220,10 @@ def save(run: Run) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Save weights, optimizer, step and random state to out/state.pt. The old file stays until the new one is whole."""
+    """Save weights, optimizer, step and random state to out/state.pt.
+
+    The old file is replaced only when the new file is complete.
+    """
     state = {
         "identity": run.task.identity,
         "weights": {name: weight.detach() for name, weight in run.task.weights.items()},
@@ -231,7 +239,7 @@ def save_state(run: Run) -> None:
 
 
 def load_state(run: Run) -> None:
-    """Read the state that `save_state` wrote, and drop later lines of the log.
+    """Load the state that `save_state` wrote, put it into `run`, and remove later lines from log.jsonl.
 
     Raises BadOption for the state of another run.
     """
@@ -256,7 +264,7 @@ def load_state(run: Run) -> None:
 
 
 def describe_run(run: Run) -> None:
-    """Write out/run.json: options, data and versions, for the model card."""
+    """Write out/run.json with the options, the facts of the task, and versions, for the model card."""
     record = {
         "options": asdict(run.config),
         "date": datetime.now(UTC).date().isoformat(),
@@ -269,7 +277,10 @@ def describe_run(run: Run) -> None:
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the training loss, and each measure of the validations, over the steps. Does nothing without matplotlib."""
+    """Draw the training loss and each measure of the validations over the steps, and write the picture to `path`.
+
+    lines: the lines of log.jsonl. Does nothing without matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -296,7 +307,7 @@ def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """Make the progress bar of steps done, loss, speed and time left."""
+    """Make a progress bar that shows finished steps, remaining time, and a note. quiet: whether to show nothing."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

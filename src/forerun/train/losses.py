@@ -1,9 +1,9 @@
-"""The losses that draft models and heads can be trained with, in float32.
+"""The losses with which draft models and heads can be trained, computed in float32.
 
-`ce` learns one token: the text's next one, or the target's likeliest. `kl` learns the target's whole distribution.
-`alpha` raises the acceptance rate itself: a token drawn from the draft's q is accepted by the target's p with
-probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, definition of beta and corollary 3.6). The loss is 1 minus
-this probability: the rate of rejection, which is also the total variation.
+`ce` learns a single token: the next token of the text, or the target's likeliest token. `kl` learns the target's whole
+distribution. `alpha` maximises the acceptance rate: a token drawn from the draft's distribution q is accepted with
+probability sum_x min(p(x), q(x)), where p is the target's distribution (Leviathan et al. 2023, definition of beta and
+corollary 3.6). The loss `alpha` is 1 minus this probability, which is the total variation between p and q.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ HELP = "kl: the target's distribution, alpha: what is accepted at temperature 1,
 
 
 def check(name: str) -> None:
-    """Raise BadOption for a name that is not the name of a loss."""
+    """Raise BadOption if `name` is not the name of a loss."""
     if name not in get_args(LossName):
         raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
 
 
 def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the named loss of each row, [R]. Raises BadOption for an unknown name.
+    """Return the loss `name` of each row, [R]. Raises BadOption for an unknown name.
 
-    draft_logits, target_logits: [R, n], both for the same ids.
+    draft_logits, target_logits [R, n]: the logits of draft and target for the same ids.
     """
     check(name)
     if name == "ce":
@@ -51,11 +51,11 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return how unevenly a router spreads rows over n experts: from 1 (equally) to n (all rows to one expert).
+    """Return the imbalance of a router over n experts: from 1 (rows spread equally) to n (all rows to one expert).
 
-    scores [R, n]: the router's softmax. chosen [R, k]: the experts that each row takes. The imbalance is n sum_i f_i
-    P_i, where f_i is the share of choices that fell on expert i, and P_i is the expert's mean score. Only P_i has a
-    gradient (Fedus, Zoph, Shazeer 2021, arXiv 2101.03961, equations 4 to 6).
+    scores [R, n]: the router's softmax. chosen [R, k]: the experts that are chosen for each row. The imbalance is
+    n sum_i f_i P_i, where f_i is the share of expert i among all choices, and P_i is the mean score of expert i. Only
+    P_i has a gradient (Fedus, Zoph, Shazeer 2021, arXiv 2101.03961, equations 4 to 6).
     """
     num_experts = scores.shape[-1]
     share = torch.bincount(chosen.flatten(), minlength=num_experts) / chosen.numel()
@@ -63,19 +63,22 @@ def imbalance(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return sum_x min(p(x), q(x)) per row, [R]: the chance that one draft token is accepted at temperature 1."""
+    """Return sum_x min(p(x), q(x)) of each row, [R]: the probability that a drafted token is accepted at temperature 1.
+
+    p is the target's distribution, and q the draft's.
+    """
     return torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1)
 
 
 def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the share of rows where both have the same argmax: the chance of acceptance at temperature 0."""
+    """Return the share of rows where draft and target have the same argmax: the acceptance rate at temperature 0."""
     return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
 
 
 def loss_of(name: LossName, logits: Tensor, next_tokens: Tensor, target_logits: Tensor | None) -> Tensor:
-    """Return the mean of the named loss. `ce` learns the next tokens of the text.
+    """Return the mean of the loss `name` over all rows. `ce` learns next_tokens [R], the next tokens of the text.
 
-    Raises BadOption for `kl` and `alpha` without a target, and for an unknown name.
+    logits, target_logits [R, V]. Raises BadOption for `kl` and `alpha` without target_logits, and for an unknown name.
     """
     check(name)
     if name == "ce":

@@ -1,4 +1,4 @@
-"""Small models to train: their first weights, and checkpoint folders for any runtime that knows their family."""
+"""First weights for small models that are trained, and their checkpoint folders, which other runtimes can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INTO_STREAM = ("o_proj", "out_proj", "down_proj")  # modules that end a branch o
 
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Draw first weights as GPT-2 does, with a standard deviation of 0.02 (Radford et al. 2019, section 2.3).
+    """Draw random first weights as for GPT-2, with a standard deviation of 0.02 (Radford et al. 2019, section 2.3).
 
     For projections into the residual stream, the deviation is divided by the square root of twice the number of layers.
     """
@@ -37,7 +37,7 @@ def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "
 def drawn_weights(
     spec: Spec, seed: int, deviation_of: Callable[[str], float], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Draw float32 weights: norms multiply by 1, biases are 0, and other weights are normal.
+    """Draw float32 weights, by name. Norms multiply by 1, biases are 0, and other weights are normally distributed.
 
     deviation_of: returns the standard deviation for the name of a module. Decays and convolutions of recurrent layers
     are drawn as in published code (Gu and Dao 2023, arXiv 2312.00752, section 3.6): exp(A_log) is uniform,
@@ -71,11 +71,11 @@ DECAYS, TIME_STEPS = (1e-2, 16.0), (1e-3, 1e-1)
 
 
 def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed: int) -> dict[str, Tensor]:
-    """Return the weights of a deeper model. The new layers come after the old ones, and change nothing at first.
+    """Return the weights of a deeper model: the old layers, followed by new layers.
 
-    The new layers' projections into the residual stream are zero, so a new layer adds nothing until it has learned
-    something (Chen, Goodfellow, Shlens 2016, "Net2Net", section 2.3). Raises BadOption where the shapes differ in more
-    than the depth, or the new shape has fewer layers.
+    The new layers' projections into the residual stream are zero, so at first the deeper model computes the same
+    function (Chen, Goodfellow, Shlens 2016, "Net2Net", section 2.3). Raises BadOption where the shapes `old` and `new`
+    differ in more than the number of layers, or where `new` has fewer layers.
     """
     if old.num_layers > new.num_layers:
         raise BadOption(
@@ -96,7 +96,10 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
 
 
 def run_windows(model: TorchModel, tokens: Tensor) -> Tensor:
-    """Return the final hidden states of sequences, [S, L] -> [S * L, H]. The model must have TrainingOps(L)."""
+    """Run the sequences `tokens` [S, L], and return the final hidden states [S * L, H].
+
+    The model must use TrainingOps(L).
+    """
     num_sequences, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(num_sequences)
     batch = RaggedBatch(tokens.reshape(-1), positions, [0, tokens.numel()], [0], [0])
@@ -115,10 +118,10 @@ def export(
     end_id: int | None,
     end_ids: Collection[int] = (),
 ) -> None:
-    """Write a standard checkpoint folder of the family, with weights in bfloat16 and the tokenizer's files beside them.
+    """Write a standard checkpoint folder of the shape's family: weights in bfloat16, and the tokenizer's files.
 
-    end_id: the id that stood after each text in training. For a model that learned from ids alone, end_id and the
-    tokenizer are None. end_ids: the ids that end an output; empty = end_id alone.
+    end_id: the id that came after each text in training. tokenizer_folder and end_id are None for a model that learned
+    from ids without text. end_ids: the ids that end an output; empty = only end_id.
     """
     save_checkpoint(
         folder,
@@ -133,7 +136,7 @@ def export(
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the model in a checkpoint folder.
 
-    Raises NotFound where there is no checkpoint, BadOption for a model that no ModelShape describes.
+    Raises NotFound where there is no checkpoint, and BadOption for a model that no ModelShape describes.
     """
     spec = spec_of(folder)
     if (names := SIZES.get(spec.model_type)) is not None:
@@ -149,15 +152,15 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def load_decoder(name: Path | str, ops: ReferenceOps, device: str = "cpu") -> TorchModel:
-    """Load a model in float32. name: a folder; a str may also be a GGUF file, a model's name or a hub id."""
+    """Load a model in float32. name: a folder, a GGUF file, a model's name or a hub id."""
     model = load_checkpoint(name, dtype="float32", device=device, ops=ops).model
     assert isinstance(model, TorchModel)
     return model
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint folder that `export` wrote, in float32 on the host.
+    """Return the weights of a checkpoint folder that `export` wrote, by name, in float32 on the host.
 
-    Each tensor has memory of its own, so that it can be trained in place.
+    The tensors share no memory, so that each can be trained in place.
     """
     return {name: weight.clone() for name, weight in load_decoder(folder, ReferenceOps()).weights.items()}

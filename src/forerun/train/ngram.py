@@ -1,4 +1,4 @@
-"""The tables of the drafters `unigram` and `bigram`, fitted to texts: counts of tokens, and of pairs of neighbours."""
+"""Fits the tables of the drafters `unigram` and `bigram` to texts: counts of tokens and of pairs of adjacent tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Fit:
-    """The counts of tokens in the texts added so far.
+    """Holds the counts of tokens in the texts added so far.
 
-    num_ids: the vocabulary size V. order: 1 = count tokens alone; 2 = also count pairs of neighbours within a text.
+    num_ids: the vocabulary size V. order: 1 = count only tokens; 2 = also count pairs of adjacent tokens of a text.
     """
 
     num_ids: int
@@ -42,7 +42,7 @@ class Fit:
         self._pairs = self._pair_counts = np.zeros(0, np.int64)
 
     def add(self, ids: Seq[int]) -> None:
-        """Count the tokens of one text."""
+        """Add the tokens of one text to the counts. Ids from num_ids on are left out."""
         text = np.asarray(ids, np.int64)
         text = text[text < self.num_ids]  # the model never writes an id that it has no row for
         self.num_tokens += len(text)
@@ -54,10 +54,10 @@ class Fit:
                 self._merge()
 
     def arrays(self, max_followers: int) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays of a fitted file, see tables.FittedTable.
+        """Return the arrays for the file of tables (see tables.FittedTable).
 
-        For each token, the `max_followers` most frequent followers are kept. Among followers with equal counts, these
-        are the followers with the lowest ids.
+        For each token, the `max_followers` most frequent next tokens are kept. Among next tokens with equal counts, the
+        lowest ids are kept.
         """
         arrays: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
         if self.order == 1:
@@ -96,10 +96,11 @@ def train(
     max_text_bytes: int = 10**8,
     progress: Callable[[Fit], None] = lambda fit: None,
 ) -> Fit:
-    """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
+    """Fit tables to texts with the tokenizer of a target, write the tables to `out`, and return the counts.
 
-    target: as for LLM; None = the default target. progress: called after each text. Raises UserError for wrong
-    options, and does so before any text is read where it can.
+    target: as for LLM; None = the default target. texts, max_text_bytes: as in `read_texts`. order: see Fit.
+    max_followers: see Fit.arrays. progress: called after each text. Raises UserError for wrong options, if possible
+    before a text is read.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:
@@ -122,7 +123,10 @@ def train(
 def fitted(
     texts: Iterable[Seq[int]], num_ids: int, order: int, progress: Callable[[Fit], None] = lambda fit: None
 ) -> Fit:
-    """Return the counts of tokens in texts, given as token ids. Raises NotFound where the texts have no token."""
+    """Count the tokens of texts, which are given as token ids. Raises NotFound where the texts have no token.
+
+    num_ids, order: see Fit. progress: called after each text.
+    """
     fit = Fit(num_ids, order)
     for ids in texts:
         fit.add(ids)
@@ -133,6 +137,6 @@ def fitted(
 
 
 def save(fit: Fit, out: Path, fingerprint: str, max_followers: int = 64) -> None:
-    """Write the file that `tables.load` reads."""
+    """Write the counts to the file `out`, which `tables.load` reads. fingerprint: the tokenizer's fingerprint."""
     facts = {"order": str(fit.order), "num_tokens": str(fit.num_tokens)}
     artifacts.save(out, tables.KIND, fit.arrays(max_followers), fingerprint, facts)

@@ -1,4 +1,4 @@
-"""Operators for training: they are differentiable and run whole sequences without a cache."""
+"""Differentiable operators for training, which run whole sequences without a cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
-    """The reference operators over a pass whose rows are consecutive sequences of `seq_len_tokens` tokens each.
+    """Reference operators for passes whose rows are consecutive sequences of `seq_len_tokens` tokens each.
 
-    So training runs the same forward pass of the decoder as serving does, with one difference: keys, values and states
-    come from the sequences themselves and not from a cache. Recurrent layers are computed by chunks, because gradients
-    through a separate step for each token take too long. Sliding windows are refused, because no trainable shape has
-    one. imbalances: the `losses.imbalance` of each router in each pass since the list was last emptied.
+    With these operators, training runs the same forward pass as serving, except that keys, values and states come from
+    the sequences in the pass and not from a cache. Recurrent layers are computed by chunks, because gradients through a
+    separate step for each token take too long. Sliding windows raise an error, because no trainable shape has windows.
+    imbalances: the `losses.imbalance` of each router in each pass since the list was last emptied.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:
@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """Record a router's imbalance, but only in passes with gradients, so never in a teacher's passes."""
+        """Record a router's imbalance. Nothing is recorded in passes without gradients, such as a teacher's."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 
@@ -45,7 +45,7 @@ class TrainingOps(ReferenceOps):
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Attend causally within each sequence: q [S * seq_len, heads, D], k and v [S * seq_len, kv_heads, D]."""
+        """Return causal attention within each sequence. q [S * seq_len, heads, D], k, v [S * seq_len, kv_heads, D]."""
         if window is not None or view is not None:
             raise NotImplementedError("training attends over whole sequences, without a cache and without a window")
         k, v = _trainable(k, v, scoring)
@@ -57,7 +57,7 @@ class TrainingOps(ReferenceOps):
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, parents: Seq[int]) -> Tensor:
-        """Convolve within each sequence, with zeros before its first token. See `ReferenceOps`."""
+        """Convolve within each sequence, with zeros before the sequence's first token. See `ReferenceOps`."""
         conv = weight.shape[1]
         texts = inputs[conv - 1 :].view(-1, self.seq_len_tokens, inputs.shape[1])
         padded = F.pad(texts, (0, 0, conv - 1, 0))
@@ -70,7 +70,10 @@ class TrainingOps(ReferenceOps):
     def delta_rule(
         self, gated: Gated, state: Tensor, parents: Seq[int], first: int, wanted: Collection[int]
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Compute the rule within each sequence, CHUNK_TOKENS at a time. See `ReferenceOps`. Returns no states."""
+        """Compute the gated delta rule within each sequence, by chunks of CHUNK_TOKENS tokens. See `ReferenceOps`.
+
+        Returns the outputs, and no states.
+        """
         assert not wanted
         with torch.autocast(gated.q.device.type, enabled=False):
             rows = (getattr(gated, name) for name in ("q", "k", "v", "beta", "decay"))
@@ -85,9 +88,9 @@ LEAST_DECAY = 1e-30  # of a token, as 0 has no logarithm
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
     """Compute the gated delta rule by chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3; arXiv 2406.06484).
 
-    q, k [S, heads, L, key_dim], v [S, heads, L, value_dim], beta and decay [S, heads, L] -> [S, heads, L, value_dim].
-    Within a chunk, the corrections of all tokens are the solution of one triangular system. Only the states between
-    chunks are computed one after the other.
+    q, k [S, heads, L, key_dim], v [S, heads, L, value_dim], beta, decay [S, heads, L] -> [S, heads, L, value_dim].
+    Within a chunk, the corrections of all tokens are the solution of one triangular system. Only the states at the
+    chunks' borders are computed one after the other.
     """
     length = q.shape[2]
     short = -length % CHUNK_TOKENS
@@ -116,10 +119,11 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
 
 
 class RememberingOps(ReferenceOps):
-    """Operators for S sequences of equal length, whose attention has a mask instead of a cache.
+    """Operators for S sequences of equal length, whose attention uses a mask instead of a cache.
 
     mask [S, 1, rows, keys]. memory: the keys and values of each layer, [S, heads, L, D]. A pass with `remembers` = True
-    writes its keys and values there. Any other pass attends to the remembered keys and values, followed by its own.
+    writes its keys and values to `memory`. Any other pass attends to the keys and values in `memory`, followed by its
+    own keys and values.
     """
 
     def __init__(self) -> None:
@@ -139,9 +143,10 @@ class RememberingOps(ReferenceOps):
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Attend under the mask: q [S * rows, heads, D], k and v [S * rows, kv_heads, D].
+        """Return attention under `self.mask`. q [S * rows, heads, D], k, v [S * rows, kv_heads, D].
 
-        The layers must be run in order, because each call takes the next layer's keys and values from `self.memory`.
+        The layers must be run in order, because each call takes the keys and values of the next layer from
+        `self.memory`.
         """
         k, v = _trainable(k, v, scoring)
         num_heads, num_rows = q.shape[1], len(self.mask)
@@ -156,23 +161,23 @@ class RememberingOps(ReferenceOps):
         return out.transpose(1, 2).flatten(0, 1)
 
     def begin(self, mask: Tensor, remembers: bool) -> None:
-        """Prepare for a pass over all layers. remembers: whether the pass writes the memory anew."""
+        """Prepare for a pass over all layers. remembers: whether the pass clears and writes `memory`."""
         self.mask, self.remembers, self._layer = mask, remembers, 0
         if remembers:
             self.memory = []
 
 
 def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Return the keys and values unchanged. Raises NotImplementedError for attention that training does not compute."""
+    """Return k and v unchanged. Raises NotImplementedError for attention that training does not support."""
     if k is None or v is None or not scoring.is_plain or scoring.sees_all:
         raise NotImplementedError("training knows attention without soft caps, sinks, biases or keys of other layers")
     return k, v
 
 
 def run_rows(model: TorchModel, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Run a model with RememberingOps: ids and positions [S, rows] -> rows after the final norm [S * rows, H].
+    """Run a model that uses RememberingOps, and return the rows after the final norm, [S * rows, H].
 
-    hidden [S * rows, H]: rows in place of the embeddings of the ids.
+    ids, at [S, rows]: token ids and positions. hidden [S * rows, H]: inputs that replace the embeddings of the ids.
     """
     run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
     rows: Tensor = model.forward(run, None, hidden=hidden).hidden

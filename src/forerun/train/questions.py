@@ -1,8 +1,8 @@
-"""Questions that people asked, from published files of conversations. Drafters learn from a target's answers to them.
+"""Reads questions of users from published files of conversations. Drafters learn from a target's answers to them.
 
 A file is JSON lines or a JSON list. A list that is cut short is read up to the cut. An entry is a text, an object with
 a `prompt`, a `question` or an `instruction`, or an object with a conversation: `conversations` as in ShareGPT,
-`messages`, or `turns`. The question of a conversation is its first turn, where that turn is a user's.
+`messages`, or `turns`. The question of a conversation is the first turn, if a user wrote this turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PEOPLE = ("human", "user")
 
 
 def read_questions(paths: Seq[Path]) -> list[str]:
-    """Return the questions in some files, without repetitions. Entries without a user's turn are left out.
+    """Return the different questions in the files `paths`, in order. Entries without a question are left out.
 
     Raises NotFound for a file that cannot be read, and UnsupportedModel for a file of another kind or without a
     question.
@@ -58,9 +58,9 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _listed(text: str, path: Path) -> list[Any]:
-    """Return the entries of a JSON list. If the list is cut short, return the whole entries before the cut.
+    """Return the entries of a JSON list. If the text is cut short, return the complete entries before the cut.
 
-    Raises ValueError where there is no whole entry.
+    A JSON value that is not a list is returned as the only entry. Raises ValueError if there is no complete entry.
     """
     try:
         whole = json.loads(text)

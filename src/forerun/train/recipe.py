@@ -1,9 +1,9 @@
-"""`forerun train drafter` trains a head for any target in a given time, from nothing but questions.
+"""Trains a head for any target in a given time, for `forerun train drafter`. No data set is needed.
 
-For `SAMPLE_SHARE` of the time the target writes texts, and its hidden states are stored meanwhile. The rest of the time
-is for training. A few steps are timed, and then as many steps are trained as fit into this time. The out folder gets
-`samples.ids`, `features`, the files of the training run (log.jsonl, state.pt, head) and `recipe.json`, which records
-the progress. The same command, given again, goes on where it was stopped.
+For the share SAMPLE_SHARE of the time, the target writes texts, and its hidden states are stored. The remaining time is
+for training. A few steps are timed, and then as many steps are trained as fit into the remaining time. The out folder
+gets `samples.ids`, `features`, the files of the training run (log.jsonl, state.pt, head) and `recipe.json`, which
+records the progress. If the command was stopped, the same command continues.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ SAMPLES, FEATURES = "samples.ids", "features"
 
 
 class _TimeIsUp(Exception):
-    """The target has written for long enough."""
+    """Raised to end the sampling when its time is over."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The progress of a recipe, kept in its out folder.
+    """Holds the progress of a run of `forerun train drafter`, which is stored in the out folder.
 
-    sampled_s: seconds of sampling in all sessions. steps: the number of training steps; None = not known yet.
+    hours, method: the options with which the run began. sampled_s: the seconds of sampling so far, in all sessions.
+    is_sampled: whether the sampling is over. steps: the number of training steps; None = not known yet.
     """
 
     hours: float
@@ -56,9 +57,9 @@ class State:
 
     @classmethod
     def of(cls, config: DrafterConfig) -> State:
-        """Return the state in the out folder, or a new one where there is none.
+        """Return the state in the out folder, or a new state if the folder has no state.
 
-        Raises BadOption where the folder was begun with other hours or another method.
+        Raises BadOption if the run in the folder began with other hours or another method.
         """
         path = config.out / "recipe.json"
         asked = cls(config.hours, config.method)
@@ -78,14 +79,14 @@ class State:
         return state
 
     def save(self, out: Path) -> None:
-        """Write the state into the out folder. The old file stays until the new one is whole."""
+        """Write the state to the out folder. The old file is replaced only when the new file is complete."""
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "recipe.json", json.dumps(asdict(self)) + "\n")
 
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head in `folder` that a recipe has trained. numbers: the measures of the last validation, by name."""
+    """Describes a trained head. folder: the head's folder. numbers: the measures of the last validation, by name."""
 
     folder: Path
     target: OpenedCheckpoint
@@ -103,10 +104,10 @@ def make(
     warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainedHead:
-    """Let the target write texts, and train a head on them, going on from the state in the out folder.
+    """Let the target write texts, and train a head on these texts. Continues from the state in the out folder.
 
-    say: called with a line about each stage that begins. warn: see `head.train`. Raises UserError as `train sample` and
-    `train head` do.
+    say: called with a message when a stage begins. warn: see `head.train`. clock: returns the time in seconds. Raises
+    UserError as `train sample` and `train head` do.
     """
     state = State.of(config)
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
@@ -134,9 +135,10 @@ def make(
 def steps_for(
     config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float], prepared_from_s: float
 ) -> int:
-    """Return how many training steps fit into the remaining time. A few steps are timed for this, and change no weight.
+    """Return how many training steps fit into the remaining time, at most MOST_PASSES passes over the samples.
 
-    prepared_from_s: the time on `clock` at which the work after the sampling began.
+    A few steps are timed for this, without changing weights. prepared_from_s: the time on `clock` at which the
+    preparation of the training began.
     """
     for weight in task.weights.values():
         weight.requires_grad_(True)
@@ -168,9 +170,10 @@ def _sample(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> State:
-    """Let the target write until the time for sampling is over, or the questions have run out.
+    """Let the target write samples until the time for sampling is over, or all questions are answered.
 
-    The target writes at least LEAST_TOKENS tokens, if there are enough questions. Returns the new state.
+    The target writes at least LEAST_TOKENS tokens; if the questions end earlier, BadOption is raised. Returns the new
+    state.
     """
     begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
     num_tokens = 0
@@ -206,7 +209,7 @@ def _sample(
 
 
 def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
-    """Return the options of sampling, with lengths that fit into the target's positions."""
+    """Return the options for sampling, with lengths of texts that fit into max_positions."""
     asked: dict[str, Any] = {"chat": 0.9} if config.questions else {}
     return SampleConfig(
         out=config.out / SAMPLES,

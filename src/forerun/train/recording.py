@@ -1,4 +1,4 @@
-"""Recording of a target's hidden states while it generates, so that training a head does not run any text again."""
+"""Records a target's hidden states while the target generates texts, so that training need not run the texts again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 
 class Recorder(Drafter):
-    """A drafter that drafts nothing, and keeps the features of each sequence until `take` is called for it.
+    """A drafter that drafts nothing, and stores the features of each sequence until `take` is called for the sequence.
 
-    layers: the layers after which the residual stream is kept, in this order.
+    layers: the layers after which the residual stream is stored, in this order.
     """
 
     draws = "point"
@@ -51,8 +51,8 @@ class Recorder(Drafter):
     def take(self, seq_id: int, num_tokens: int) -> Features:
         """Return the features of a sequence's first `num_tokens` tokens, and forget the sequence.
 
-        The last token was not run, so its features are zeros. Raises InternalError where features of other tokens are
-        missing.
+        If the last token of the sequence was not run, its features are zeros. Raises InternalError where features of
+        other tokens are missing.
         """
         seen = Features.joined(self._parts.pop(seq_id))
         rows = [torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[:num_tokens] for tensor in seen.tensors]
@@ -63,7 +63,7 @@ class Recorder(Drafter):
 
 @dataclass
 class Recording:
-    """The features of samples, in a folder that grows with the file of samples. layers: see Recorder.
+    """Stores the features of samples in a folder, while the samples are written. layers: see Recorder.
 
     say: called while missing features are computed, with the number of texts that have features, and the number of all
     texts.
@@ -76,12 +76,12 @@ class Recording:
     file: FeatureFile | None = field(default=None, init=False)
 
     def make(self, target: Target) -> Drafter:
-        """Return the drafter that records features. Pass this method to LLM as the option `draft`; LLM calls it."""
+        """Make the drafter that records features. Pass this method to LLM as the option `draft`."""
         self.recorder = Recorder(target, self.layers)
         return self.recorder
 
     def begin(self, llm: LLM, samples: Samples) -> None:
-        """Open the folder, and compute the missing features of the samples that exist already."""
+        """Open the folder, and compute the missing features of the existing samples `samples`."""
         model = llm.checkpoint.model
         longest = max((len(sample.ids) for sample in samples.samples), default=1)
         facts = facts_of(model, samples.options)
@@ -95,6 +95,6 @@ class Recording:
         self.file.write(start, features)
 
     def take(self, seq_id: int, num_tokens: int) -> Features:
-        """Return the features of a sequence's first `num_tokens` tokens, and forget the sequence, see `Recorder`."""
+        """Return the features of a sequence's first `num_tokens` tokens (see `Recorder.take`)."""
         assert self.recorder is not None
         return self.recorder.take(seq_id, num_tokens)

@@ -1,12 +1,12 @@
-"""A file of texts that a target wrote itself, as token ids. `forerun train sample` writes it, and training reads it.
+"""Writes and reads files of samples: texts that a target wrote, as token ids, for training.
 
-The file begins with a line that names the format. Then comes a line of JSON with the options, and with fingerprints of
-the tokenizer and the weights that wrote the texts. Records follow, each with a checksum. A process that is killed
-leaves at most one incomplete record, the last. This record is dropped when the next run opens the file.
+A file begins with a line that names the format. The next line is JSON with the options, and with fingerprints of the
+target's tokenizer and weights. Records follow, each with a checksum. A process that is killed leaves at most one
+incomplete record, the last. This record is removed when the next run opens the file.
 
-Records are in the order of their numbers, and each depends on its number and the options alone. So a file that was
-interrupted and continued is equal to an uninterrupted file, byte by byte. The options may not change in between, except
-for the texts from which passages are cut.
+Records are in the order of their numbers. A record depends only on its number and the options. So a file that was
+interrupted and continued is equal to an uninterrupted file, byte by byte. The options must not change in between,
+except for the texts from which passages are cut.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MOST_IDS = 1 << 20  # of one record
 
 @dataclass(frozen=True)
 class Sample:
-    """One text.
+    """Holds one text that a target wrote.
 
-    number: its place in the order of all samples. temperature: the temperature of the answer. ids: the whole text. The
-    first `num_given` ids were given to the target, which wrote the rest. answer_at: the index at which the answer
-    begins. Where the target wrote the question as well, the question comes before this index, and so do the ids of the
-    chat template between question and answer.
+    number: the sample's place in the order of all samples. kind: chat, task or text (writing.py). temperature: the
+    temperature of the answer. ids: the whole text. num_given: the number of ids at the beginning that were given to the
+    target; the target wrote the other ids. answer_at: the index of the first id of the answer. If the target also wrote
+    the question, the question and the chat template's ids between question and answer come before this index.
     """
 
     number: int
@@ -61,17 +61,17 @@ class Sample:
 
     @property
     def key(self) -> bytes:
-        """The bytes of all ids before the answer. Only the first of several samples with the same key is written."""
+        """The bytes of all ids before the answer. Of several samples with the same key, only the first is written."""
         return self.ids[: max(self.answer_at, self.num_given)].tobytes()
 
 
 class SampleWriter:
-    """A writer that appends samples to a file. The options of an existing file are checked first.
+    """Appends samples to a file. An existing file must have the same options, except for `texts`.
 
-    options: everything that samples depend on. An existing file must have the same options, except for `texts`.
-    num_tokens: the number of ids in the file. next_number: the number of the next sample, which is 1 more than the
-    number of the last sample in the file. So duplicates that were left out after the last sample are made once more.
-    Raises BadOption for a file with other options, and for a file that another process writes to. Raises
+    options: everything that samples depend on. num_tokens: the number of ids in the file. next_number: the number of
+    the next sample to write. For an existing file, this is the number of the last sample plus 1, so duplicates that
+    were left out after the last sample are generated once more.
+    Raises BadOption for a file with other options, and for a file to which another process writes. Raises
     UnsupportedModel for a file of another kind, and for a file that is damaged before its last record.
     """
 
@@ -116,13 +116,13 @@ class SampleWriter:
         return True
 
     def close(self) -> None:
-        """Write everything to the disk, and close the file."""
+        """Write all samples to the disk, and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def _lock(self) -> None:
-        """Lock the file for this process, until it is closed. Raises BadOption where another process writes to it."""
+        """Lock the file until it is closed. Raises BadOption if another process has locked the file."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -131,7 +131,10 @@ class SampleWriter:
             return  # a file system that knows no locks
 
     def _read_on(self, options: Mapping[str, Any]) -> int:
-        """Check the file's options and count its samples. Returns the offset at which the last whole record ends."""
+        """Check the file's options and count its samples. Returns the byte offset after the last complete record.
+
+        Raises BadOption for a file with other options.
+        """
         with self.path.open("rb") as file:
             had = _read_header(file, self.path)
             wanted = json.loads(json.dumps(dict(options)))
@@ -161,13 +164,13 @@ class SampleWriter:
 
 @dataclass(frozen=True)
 class Samples:
-    """The content of a file of samples. options: the options that the file was begun with."""
+    """Holds the content of a file of samples. options: the options with which the file was begun."""
 
     options: Mapping[str, Any]
     samples: tuple[Sample, ...]
 
     def split(self, held_out: bool) -> list[Sample]:
-        """Return the samples that are held out from training. With held_out = False, return the other samples."""
+        """Return the held-out samples if held_out is True, or else the samples for training."""
         return [sample for sample in self.samples if sample.is_held_out == held_out]
 
 
@@ -185,7 +188,10 @@ def read_samples(path: Path) -> Samples:
 
 
 def begun_with(path: Path) -> Mapping[str, Any]:
-    """Return the options of an existing file; {} without a file. Raises UnsupportedModel for a file of another kind."""
+    """Return the options with which a file of samples was begun; {} if there is no file or an empty file.
+
+    Raises UnsupportedModel for a file of another kind.
+    """
     if not path.exists() or not path.stat().st_size:
         return {}
     with path.open("rb") as file:
@@ -193,7 +199,7 @@ def begun_with(path: Path) -> Mapping[str, Any]:
 
 
 def stream(samples: Iterable[Sample], end: int) -> NDArray[np.uint32]:
-    """Return all ids as one stream. The id `end` is put after each sample that does not end with it already."""
+    """Join the ids of all samples to one stream, [N]. `end` is added after each sample that does not end with `end`."""
     parts: list[NDArray[np.uint32]] = []
     for sample in samples:
         parts.append(sample.ids)
@@ -217,7 +223,10 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
-    """Yield the sample of every whole record. Raises UnsupportedModel for a damaged record that is not the last."""
+    """Yield the sample of each complete record. Raises UnsupportedModel for a damaged record that is not the last.
+
+    width: the bytes of an id.
+    """
     size = path.stat().st_size
     while True:
         head = file.read(HEAD.size)

@@ -1,4 +1,4 @@
-"""`forerun train sample` lets a target write texts into a file, until the file has the wanted number of tokens."""
+"""Lets a target write texts to a file until the file has a given number of tokens, for `forerun train sample`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """Describes the progress of a run.
 
-    num_tokens: the tokens in the file. num_new: the tokens that this run wrote, in `seconds` seconds.
+    num_tokens: the number of tokens in the file. num_new: the number of tokens that this run wrote, in `seconds`.
     """
 
     num_tokens: int
@@ -42,10 +42,10 @@ def write(
     ops: str,
     recording: Recording | None = None,
 ) -> Progress:
-    """Let a target write samples until the file has config.num_tokens tokens.
+    """Let a target write samples until the file config.out has config.num_tokens tokens. Returns the progress.
 
-    show: called after each sample. recording: see `Writer.write`. Raises UserError where the file was begun with other
-    options, and where there are too few texts or questions.
+    show: called after each sample. recording: see `Writer.write`. Raises UserError if the file was begun with other
+    options, and if there are too few texts or questions.
     """
     questions = read_questions(config.questions)
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
@@ -80,14 +80,17 @@ def write(
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
-    """Return the texts that passages are cut from: named files, or else installed texts if the shares need passages."""
+    """Return the texts from which passages are cut: config.texts, or else installed texts if passages are needed."""
     if config.texts:
         return list(read_texts(config.texts, MAX_TEXT_BYTES))
     return packaged_texts() if shares.task + shares.text > 0 else []
 
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
-    """Return the shares of the kinds of text. A share that the user did not give is the default for this target."""
+    """Return the shares of the three kinds of text. Shares that `config` does not set get default values.
+
+    By default, the share of chat is 0 if no questions are given and the chat template opens no user's turn.
+    """
     chat = config.chat
     task = config.task
     if chat is None:

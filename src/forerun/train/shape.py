@@ -1,4 +1,4 @@
-"""The sizes of a model that is trained, as options of `forerun train lm`. This file does not import torch."""
+"""Defines the sizes of a model to train, which are options of `forerun train lm`. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ INTERVAL = 4  # layers from one with attention to the next, in a family with sta
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with tied embeddings, in elements. An attention head has hidden_size / num_heads elements.
+    """Describes the sizes of a decoder with tied embeddings. An attention head has hidden_size / num_heads elements.
 
     family: llama, gpt2, qwen3_moe or qwen3_5_text. A gpt2 learns an embedding for each of its max_positions positions,
     and has as many key-value heads as query heads. In a qwen3_moe, each row uses num_chosen of num_experts experts, and
-    each expert has size ffn_size. In a qwen3_5_text, every fourth layer has attention. The other layers keep a state
-    with as many heads as there are query heads.
+    each expert has the feed-forward width ffn_size. In a qwen3_5_text, every fourth layer has attention. The other
+    layers keep a recurrent state, with num_heads heads.
     """
 
     hidden_size: int = option(512, "width of the residual stream, elements", min=1)
@@ -116,9 +116,10 @@ class ModelShape:
 
     @classmethod
     def given(cls, sizes: Mapping[str, Any], seq_len_tokens: int) -> ModelShape:
-        """Return the shape for the sizes that the user gave to a command.
+        """Return the shape for the sizes that a user gave to a command; other sizes have their defaults.
 
-        A gpt2 gets as many positions as its training sequences have tokens.
+        sizes: by the names of the fields. A gpt2 gets seq_len_tokens positions, and as many key-value heads as query
+        heads, unless `sizes` has other values.
         """
         of_family = {}
         if sizes.get("family") == "gpt2":
@@ -126,7 +127,7 @@ class ModelShape:
         return cls(**{**of_family, **sizes})
 
     def spec(self) -> Spec:
-        """Return the spec of a model of this shape, as its family describes it."""
+        """Return the spec of a model with this shape, as the model's family defines it."""
         from forerun.models.families import family
 
         sizes = {key: getattr(self, name) for name, key in SIZES[self.family].items()}

@@ -1,4 +1,4 @@
-"""Measurement of the probability that a target accepts the k-th child that a draft proposes, for Sequoia trees."""
+"""Measures the probability that a target accepts the k-th child that a draft model proposes, for Sequoia trees."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def fit(
     num_ranks: int,
     seed: int,
 ) -> Floats:
-    """Measure a target and a draft model on held-out texts, and return the shares that `measure` describes.
+    """Measure a target and a draft model on held-out texts, write the shares to `out`, and return them.
 
-    Also writes the file that `tree:shape=sequoia,file=FILE` reads. draft: None = the shipped draft model. prompts: None
-    = pieces of held-out Python sources. Raises UserError.
+    The shares are the result of `measure`. The drafter `tree:shape=sequoia,file=FILE` reads the file. draft: None = the
+    shipped draft model, for the shipped target only. prompts: a prompts.jsonl; None = pieces of held-out Python
+    sources. Raises UserError.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -58,9 +59,10 @@ def measure(
 ) -> Floats:
     """Return for each rank the share of positions at which the child of this rank is accepted, [2, num_ranks].
 
-    Row 0 is greedy: how often the target's likeliest id has this rank in the draft model. Row 1 is at temperature 1:
-    the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
-    The positions are all positions of the texts, given as ids and cut at `longest` ids.
+    Row 0 is for greedy decoding: the share of positions where the target's likeliest id has this rank in the draft
+    model's distribution. Row 1 is for temperature 1: the mean probability that the child of this rank, drawn without
+    replacement, is accepted by recursive rejection. The positions are all positions of the texts, which are given as
+    ids and cut after `longest` ids.
     """
     rng = np.random.default_rng(seed)
     shares = np.zeros((2, num_ranks))
@@ -82,9 +84,9 @@ def measure(
 
 
 def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) -> Floats:
-    """Draw children from q without replacement. Returns for each child the probability that it is accepted, [num].
+    """Draw `num` children from q without replacement, and return each child's probability of acceptance, [num].
 
-    p, q: the distributions of target and draft, [V].
+    The children are tested in order, by recursive rejection. p, q [V]: the distributions of target and draft model.
     """
     shares, reached = np.zeros(num), 1.0
     for k in range(num):
@@ -107,7 +109,7 @@ def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
 
 
 def _logits(runner: Runner, ids: Seq[int]) -> Floats:
-    """Return the logits of the token after each id, [n, V]."""
+    """Return the logits after each of the n ids, [n, V]."""
     runner.cache.open(0)
     try:
         return runner.forward([Run(0, list(ids))]).logits[0].astype(np.float64)

@@ -1,12 +1,13 @@
-"""`forerun train skip` searches for the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
+"""Searches for the set of a target's layers that drafts best for the target (Draft & Verify, arXiv 2309.08168).
 
-Two numbers are measured for a set of layers. The first is the share of positions in a text at which the set's
-likeliest token is the target's. The second is the bytes that a pass through the set reads, as a fraction of the bytes
-of a target pass. Equation (1) of Leviathan et al. 2023 turns both into a speed-up over plain decoding.
+The command is `forerun train skip`. Two numbers are measured for a set of layers: the share of positions in a text at
+which the set and the whole target have the same likeliest token, and the bytes that a pass through the set reads, as a
+fraction of the bytes of a target pass. Equation (1) of Leviathan et al. 2023 gives the speed-up over plain decoding
+from both numbers.
 
-The paper searches by Bayesian optimisation. This search first leaves out each layer alone. Then it leaves out,
-together, the layers whose absence cost the least agreement. At last, it adds or removes single layers of the best set
-at random.
+The paper uses Bayesian optimisation. The search here has three stages. First, each layer alone is left out. Second, the
+2, 3, ... layers whose absence reduced the agreement least are left out together. Third, random single layers are added
+to the best set, or removed from it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ FLIPS = 20  # random tries for each set that may be scored
 
 @dataclass(frozen=True)
 class Scored:
-    """A set of layers with its score.
+    """Holds a set of layers and its score.
 
-    agreement: the share of positions at which the set's likeliest token is the target's. speedup: the speed-up over
-    plain decoding, by equation (1) with the best draft length, without overhead and the costs of wider passes.
+    agreement: the share of positions at which the set and the whole target have the same likeliest token. speedup: the
+    speed-up over plain decoding by equation (1), with the best draft length. Overhead and the higher cost of passes
+    with several rows are not counted.
     """
 
     layers: tuple[int, ...]
@@ -51,10 +53,10 @@ class Scored:
 
 
 class Scorer:
-    """A scorer for sets of layers of one model, on texts.
+    """Scores sets of layers of one model on texts.
 
-    windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which some layers
-    read the attention keys of other layers.
+    windows: pieces of the texts, as ids; each piece is run as one sequence. Raises BadOption for a model in which some
+    layers read the attention keys of other layers.
     """
 
     def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:
@@ -73,11 +75,11 @@ class Scorer:
         self._wanted = self._choices(None)
 
     def cost(self, layers: Seq[int]) -> float:
-        """Return the bytes that a pass through these layers reads, as a fraction of the bytes of a target pass."""
+        """Return the bytes that a pass through `layers` reads, as a fraction of the bytes of a target pass."""
         return 1 - self._layer_share * (self.num_layers - len(layers))
 
     def score(self, layers: Seq[int]) -> Scored:
-        """Run the windows through these layers, and return the score."""
+        """Run the windows through `layers`, and return the score of this set of layers."""
         agreement = float(np.mean(self._choices(layers) == self._wanted))
         cost = self.cost(layers)
         length = max(1, optimal_gamma(agreement, cost, MOST_DRAFTED))
@@ -96,7 +98,10 @@ class Scorer:
 
 
 def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
-    """Cut the first `num_tokens` ids into windows. Raises BadOption where the text has fewer than two tokens."""
+    """Cut the first `num_tokens` ids into windows of at most `length` ids. Windows of one id are left out.
+
+    Raises BadOption where the text has fewer than two tokens.
+    """
     kept = ids[:num_tokens]
     windows = [kept[first : first + length] for first in range(0, len(kept), length)]
     windows = [window for window in windows if len(window) > 1]
@@ -106,10 +111,11 @@ def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
 
 
 def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
-    """Return the best proper subset of the layers that the search found: the subset with the largest speed-up.
+    """Search for the set of layers with the largest speed-up, and return the best set that was found.
 
-    The speed-up may be below 1. The same arguments give the same set. evaluations: the most sets to score, at least 1.
-    say: called with each set that is better than all sets before. Raises BadOption for a model of one layer.
+    Every scored set lacks at least one layer, so the largest speed-up may be below 1. The same arguments give the same
+    set. evaluations: the largest number of sets to score, at least 1. say: called with each set that is better than all
+    earlier sets. Raises BadOption for a model with one layer.
     """
     everything = tuple(range(scorer.num_layers))
     if len(everything) < 2:
@@ -144,9 +150,10 @@ def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Score
 
 def fit(checkpoint: Checkpoint, text: str, out: Path, *, num_tokens: int, evaluations: int, seed: int = 0,
         say: Callable[[Scored], None] = lambda s: None) -> Scored:  # fmt: skip
-    """Search for the best layers on a text, and write the file that `early_exit:path=FILE` reads.
+    """Search for the best set of layers on a text, write it to the file `out`, and return it.
 
-    Raises BadOption where the text is too short or the checkpoint has no tokenizer.
+    The drafter `early_exit:path=FILE` reads the file. num_tokens: the number of tokens of the text to use. Raises
+    BadOption where the text is too short or the checkpoint has no tokenizer.
     """
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""Texts to learn from: named files, files below named folders, the standard library, or installed packages."""
+"""Reads texts to learn from: given files, files in given folders, the standard library, or installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.train.corpus import load_corpus
 
 
 def files_of(paths: Seq[Path]) -> list[Path]:
-    """Return the files that `paths` names, and all files below its folders, sorted within each folder.
+    """Return the files in `paths`, and all files below the folders in `paths`, sorted within each folder.
 
     Hidden files below folders are left out. Raises NotFound for a path that does not exist, and for a folder without a
     file.
@@ -31,11 +31,12 @@ def files_of(paths: Seq[Path]) -> list[Path]:
 
 
 def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
-    """Yield the texts of `files_of`, or the training modules of the standard library where no path is given.
+    """Yield the texts of the files that `files_of` returns.
 
+    If `paths` is empty, the training modules of the standard library are yielded instead (corpus.py).
     Reading ends after `max_bytes` bytes of files, even inside a text. A file that is not UTF-8 text, such as a picture,
-    is left out if it lies below a folder. Raises BadOption for such a file in `paths` itself, and NotFound for a file
-    that cannot be read.
+    is left out if it was found below a folder. Raises BadOption if such a file is in `paths` itself, and NotFound for a
+    file that cannot be read.
     """
     if not paths:
         for document in load_corpus().train:
@@ -58,10 +59,10 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
 
 
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
-    """Return installed texts: descriptions of packages, Python's own help, and some modules of its standard library.
+    """Return installed texts: descriptions of packages, Python's help topics, and modules of the standard library.
 
-    The texts and their order depend on the installed packages alone. code_bytes: the approximate length of all modules
-    together, in characters.
+    The texts and their order depend only on the installed packages and Python. code_bytes: the approximate length of
+    all modules together, in characters.
     """
     described: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():

@@ -1,9 +1,9 @@
-"""A byte-level BPE tokenizer for code, made with `tokenizers` and saved as the standard tokenizer.json.
+"""Trains a byte-level BPE tokenizer for code with `tokenizers`, and saves it as the standard tokenizer.json.
 
-The pre-tokenizer makes it good at code. A line break and the indentation after it are one piece, so that common indents
+The pre-tokenizer is made for code. A line break and the indentation after it are one piece, so that common indents
 become single tokens. A word includes one leading character (" self", ".append", "_name"), as in the tokenizers of
-current code models. Numbers are split into groups of at most three digits. All 256 bytes are in the alphabet, so every
-text survives encode and decode unchanged.
+current code models. Numbers are split into groups of at most three digits. All 256 bytes are in the alphabet, so decode
+returns every encoded text unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Seq[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Return a tokenizer of `vocab_size` entries, learned from texts. The same texts give the same tokenizer.
+    """Train a tokenizer with `vocab_size` entries on texts. The same texts give the same tokenizer.
 
-    The entries are the special tokens from id 0 on, 256 bytes, and merges.
+    The entries are the special tokens `special` (from id 0 on), the 256 bytes, and merges.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,9 +51,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Seq[str] = (
 def save_tokenizer(
     tokenizer: Tokenizer, folder: Path, max_seq_len: int, special: Mapping[str, str | None] = SPECIAL
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them.
+    """Write tokenizer.json and tokenizer_config.json to `folder`, in the form that transformers and others read.
 
-    special: the tokens that a text begins and ends with, by the names that transformers gives to them.
+    special: the tokens at the beginning and the end of a text, by their names in transformers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with raising_os_errors(folder / "tokenizer.json"):
@@ -71,7 +71,7 @@ def save_tokenizer(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's tokenizer.json into `folder`, with the files that other runtimes read beside it."""
+    """Copy the tokenizer files (TOKENIZER_FILES, such as tokenizer.json) of a checkpoint from `source` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).exists():
@@ -79,7 +79,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer. path: a tokenizer.json, or a folder that has one. Raises NotFound where there is none."""
+    """Load a tokenizer. path: a tokenizer.json, or a folder with a tokenizer.json. Raises NotFound for other paths."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
         raise NotFound(f"no tokenizer.json at {path}")
@@ -87,5 +87,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Return the SHA-256 of the tokenizer.json in a folder."""
+    """Return the SHA-256 of the tokenizer.json in the folder `path`, in hexadecimal."""
     return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()

@@ -1,16 +1,17 @@
-"""Texts that a target writes for a drafter to learn from, since a drafter must guess the target's texts, not people's.
+"""Lets a target write the texts from which a drafter learns, because a drafter must guess the target's own texts.
 
-There are three kinds of text. *chat*: the target answers a given question. Where no questions are given, it gets only
-the opening of a user's turn. Then it writes first the question, at temperature 1, and then the answer (Xu et al. 2024,
-"Magpie", arXiv 2406.08464). *task*: the target answers an instruction about a passage of a given text. *text*: the
-target continues such a passage.
+There are three kinds of text. *chat*: the target answers a given question. If no questions are given, the target gets
+only the opening of a user's turn. Then the target first writes the question, at temperature 1, and then the answer (Xu
+et al. 2024, "Magpie", arXiv 2406.08464). *task*: the target answers an instruction about a passage of a given text.
+*text*: the target continues a passage of a given text.
 
 Half of the answers and continuations are greedy, and the others are drawn at temperatures of 0.5 and 1, because users
-will want all of these (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). A text that repeats itself is cut
-after the third repetition. Small models would repeat themselves for ever, which teaches nothing.
+use all these temperatures (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). A text that repeats itself is
+cut after the third repetition, because endless repetitions, which small models write, teach nothing.
 
-All texts are written in one continuous batch. Sample i depends on the options alone. Its seed draws kind, passage and
-temperature. The engine's draws do not depend on other sequences where its operators are row-invariant.
+All texts are written in one continuous batch. Sample i depends only on its number and the options: kind, passage and
+temperature are drawn with the sample's seed. If the engine's operators are row-invariant, the drawn tokens do not
+depend on other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ WINDOW = 8  # samples that may be begun, for each place in the batch, while the 
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of the three kinds of text among the samples. Their sum is 1."""
+    """Holds the shares of the three kinds of text among the samples. The sum of the shares is 1.
+
+    Raises BadOption for other shares.
+    """
 
     chat: float = 0.7
     task: float = 0.15
@@ -77,13 +81,16 @@ class Shares:
             raise BadOption(f"the shares of chat, task and text are {parts}: they must be at least 0, and 1 together")
 
     def kind(self, drawn: float) -> str:
-        """Map a number drawn from [0, 1) to a kind."""
+        """Return the kind of text for a uniform random number in [0, 1)."""
         return "chat" if drawn < self.chat else "task" if drawn < self.chat + self.task else "text"
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Limits for the number of tokens. passage: the least and the greatest number. question, answer: the greatest."""
+    """Holds limits for the number of tokens of a text's parts.
+
+    passage: the smallest and the largest number. question, answer: the largest number.
+    """
 
     passage: tuple[int, int] = (16, 160)
     question: int = 160
@@ -92,16 +99,16 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Frame:
-    """The ids that a chat template puts before and after the first question. Both are () where there is no template."""
+    """Holds the ids that a chat template puts before and after the first question; () and () without a template."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, template: ChatTemplate, encode: Callable[[str], list[int]]) -> Frame:
-        """Return the frame of a template, by rendering one conversation and cutting it at the user's text.
+        """Return the frame of a template. For this, render a conversation, and cut it at the user's text.
 
-        Raises BadOption where the template changes the user's text.
+        encode: returns the ids of a text. Raises BadOption if the template changes the user's text.
         """
         text = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
         before, mark, after = text.partition(MARK)
@@ -111,7 +118,11 @@ class Frame:
 
     @classmethod
     def opens_a_turn(cls, llm: LLM) -> bool:
-        """Return whether a model's chat template opens a user's turn, so that the model can write the rest."""
+        """Return whether a model's chat template puts ids before the user's text.
+
+        From these ids, the model can write a user's question itself. Returns False for a model without a usable chat
+        template.
+        """
         try:
             return cls.of_model(llm).before != ()
         except (NotFound, BadOption):
@@ -119,13 +130,19 @@ class Frame:
 
     @classmethod
     def of_model(cls, llm: LLM) -> Frame:
-        """Return the frame of a model. Raises NotFound where the model has no template, and BadOption as `of` does."""
+        """Return the frame of a model's chat template.
+
+        Raises NotFound if the model has no template, and BadOption if the template changes the user's text.
+        """
         return cls.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided about a sample before it is written. prompt: the token ids that the target is given first."""
+    """Holds the decisions about a sample before the target writes it.
+
+    kind: chat, task or text. seed: the seed of the request. prompt: the token ids that are given to the target.
+    """
 
     number: int
     kind: str
@@ -135,13 +152,13 @@ class Plan:
 
 
 class Writer:
-    """A writer of samples: `plan` decides what each sample is, and `write` has the target write the samples.
+    """Plans samples (`plan`), and lets the target write them (`write`).
 
     texts: the texts from which passages are cut. questions: the questions with which conversations begin; questions
-    that are too long are left out. Where there are no questions, the target writes its own. begun: the options of a
-    file to which samples are added (samples.begun_with). The frame of that file is used again, because some templates
-    print the current date. Raises BadOption for texts, questions or a template that do not fit the shares, and NotFound
-    where a template is needed and there is none.
+    that are too long are left out. If there are no questions, the target also writes the questions. begun: the options
+    of the file to which samples are added (samples.begun_with). The frame in these options is used again, because some
+    templates print the current date. Raises BadOption for texts, questions or a template that do not fit the shares,
+    and NotFound if a template is needed and the model has no template.
     """
 
     def __init__(
@@ -176,7 +193,7 @@ class Writer:
             raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
 
     def options(self) -> dict[str, Any]:
-        """Return everything that a sample depends on besides its number, to be written into the file."""
+        """Return everything that a sample depends on, except its number. These options are written to the file."""
         llm = self.llm
         frame = {"frame": [list(self.frame.before), list(self.frame.after)]} if self._writes_frame else {}
         options = {
@@ -197,7 +214,7 @@ class Writer:
         return options | frame | asked
 
     def plan(self, number: int) -> Plan:
-        """Return the plan of the sample with this number. It depends on the options alone."""
+        """Return the plan of the sample with this number. The plan depends only on the number and the options."""
         rng = random.Random(f"{self.seed} {number}")
         kind = self.shares.kind(rng.random())
         temperature = rng.choice(TEMPERATURES)
@@ -225,11 +242,11 @@ class Writer:
         say: Callable[[SampleWriter], None] = lambda w: None,
         recording: Recording | None = None,
     ) -> None:
-        """Append samples until the file holds `num_tokens` ids.
+        """Let the target write samples, and append them to `out` until the file has `num_tokens` ids.
 
-        say: called after each sample. recording: stores the features of the samples, in a folder that grows with the
-        file. Raises BadOption where the texts have too few different passages for so many samples, or there are too few
-        questions.
+        batch_size: the number of texts that are written at once. say: called after each sample. recording: stores the
+        features of the samples in a folder. Raises BadOption if the texts have too few different passages, or if there
+        are too few questions.
         """
         ended = SimpleQueue[tuple[int, Request]]()
         planned, answers = dict[int, Plan](), dict[int, int]()
@@ -299,14 +316,17 @@ class Writer:
         return SamplingParams(max_tokens=self.lengths.answer, temperature=plan.temperature, seed=plan.seed)
 
     def _asks(self, plan: Plan) -> bool:
-        """Return whether the target also writes the question of this sample."""
+        """Return whether the target also writes the question of the planned sample."""
         return plan.kind == "chat" and not self.questions
 
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text, add_special_tokens=False)
 
     def _short_enough(self, questions: Seq[str]) -> list[str]:
-        """Return the questions that are short enough, shuffled. Raises BadOption where all questions are too long."""
+        """Return the questions with at most lengths.question tokens, shuffled.
+
+        Raises BadOption if all questions are too long.
+        """
         most = self.lengths.question
         short = [text for text in questions if len(self._encode(text)) <= most]
         if questions and not short:
@@ -318,9 +338,9 @@ class Writer:
         return short
 
     def _passage(self, rng: random.Random, num: int) -> list[int]:
-        """Return a passage of `num` ids from a given text. It begins at the beginning of a line.
+        """Return a random passage of `num` ids from one of the texts. The passage begins at the beginning of a line.
 
-        The passage is shorter where the text ends.
+        The passage has fewer ids if the text ends earlier.
         """
         at = rng.randrange(int(self._sizes[-1]))
         which = int(np.searchsorted(self._sizes, at, side="right"))
@@ -334,14 +354,20 @@ def _digest(texts: Seq[str]) -> str:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return the index at which a part of the ids after `start` has been repeated too often in a row; None = never."""
+    """Return the first index in `ids` at which a part has been repeated too often in a row; None = no such index.
+
+    Only ids from `start` on are read. A part may have any length in PERIODS. See `_repeats`.
+    """
     written = np.asarray(ids[start:])
     ends = [end for period in PERIODS if (end := _repeats(written, period)) is not None]
     return start + min(ends) if ends else None
 
 
 def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
-    """Return the first index at which `period` ids have been repeated too often in a row; None = never."""
+    """Return the first index at which `period` ids have been repeated too often in a row; None = no such index.
+
+    Too often means REPEATED times, and at least LEAST_REPEATED ids in all.
+    """
     wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # ids in a row that equal the id one period later
     if len(ids) < period + wanted:
         return None
@@ -351,12 +377,12 @@ def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
 
 
 def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts before a text, such as a begin-of-sequence id; () where it puts none."""
+    """Return the ids that a tokenizer adds before a text, such as a begin-of-sequence id; () if it adds no ids."""
     whole, bare = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     num = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:num])
 
 
 def longest(lengths: Lengths) -> int:
-    """Return an upper limit for the number of tokens in a sequence of these lengths, chat template included."""
+    """Return an upper limit for the number of tokens in a sequence with the given limits, chat template included."""
     return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256

@@ -1,9 +1,10 @@
-"""The drafting heads that can be trained. Each is one file here, named like the drafter that reads the trained head.
+"""The drafting heads that can be trained. Each method is one file here, named like the drafter that reads the head.
 
 The package is scanned for these files. Each file defines four names. `Options` is a frozen dataclass, whose fields have
-help and range in `metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual
-streams of the target are read. `Head(options, teacher, seed)` follows the protocol below. `forerun train head` looks
-the head up in this module and gets its batches from here. loop.py has the training loop.
+help and range in `metadata`. `LR` is the default peak learning rate. `layers(options, config)` returns the numbers of
+the residual streams of the target that the head reads. `Head(options, teacher, seed)` implements the protocol `Head` of
+this module. `load` finds a method for `forerun train head`, and `Packing` makes the batches. loop.py has the training
+loop.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ ROWS = 128  # rows whose logits of all ids are in memory at a time
 
 @dataclass(frozen=True)
 class Teacher:
-    """The parts of the target that a head may read. embeddings, head (the LM head): float32 [V, H], frozen.
+    """Holds the parts of the target that a head may read.
 
-    counts [num_ids]: how often the target wrote each id in the texts that training sees, without padding ids. probe:
-    some embeddings, which identify the target (head_files.py). last: the weights of the last layer with attention,
-    named as layer 0, and of the final norm. model: the whole target.
+    embeddings, head: the embeddings and the LM head, float32 [V, H], not trained. counts [num_ids]: how often the
+    target wrote each id in the texts for training, without padding ids. probe: some embeddings, which identify the
+    target (head_files.py). last: the weights of the last layer with attention, named as layer 0, and of the final norm.
+    model: the whole target.
     """
 
     config: Spec
@@ -58,7 +60,8 @@ class Teacher:
     def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
         """Read the parts from a model in memory.
 
-        counts [V]. num_ids: the number of ids that have a token; the other ids are padding.
+        counts [V]: how often the target wrote each id. num_ids: the number of ids that have a token; the other ids are
+        padding.
         """
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
@@ -74,7 +77,8 @@ class Teacher:
     def mass(self, hidden: Tensor) -> Tensor:
         """Return the logsumexp of each row's logits, float32 [S, L]. hidden [S, L, H]: the rows after the final norm.
 
-        As everywhere in training, these are the LM head's plain logits: the target's scale, cap or bias is not applied.
+        The logits are the plain products with the LM head. The target's scale, cap or bias of logits is not applied, as
+        everywhere in training.
         """
         parts = torch.split(hidden.flatten(0, 1), ROWS)
         rows = torch.cat([F.linear(part.float(), self.head).logsumexp(-1) for part in parts])
@@ -92,10 +96,10 @@ def last_attending(target: Spec) -> int:
 
 
 def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
-    """Return a head's spec: `num` blocks like the target's last block with attention, but without a window.
+    """Return the spec of a head: `num` blocks like the target's last block with attention, but without a window.
 
     changes: other values for fields of the spec. Raises BadOption for a target whose block has parts that training does
-    not know.
+    not support.
     """
     block = target.blocks[last_attending(target)]
     a = block.attention
@@ -109,10 +113,10 @@ def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
 
 
 class TrainedBlock:
-    """One transformer block of a head, with gradients, computed by the code that runs models. Rows are [S, L, H].
+    """One transformer block of a head, computed with gradients by the code that also runs models. Rows are [S, L, H].
 
-    i: the index of the block in the spec. weights: all weights of the head. at: how the names of this block's weights
-    begin.
+    i: the index of the block in the spec. weights: all weights of the head. at: the prefix of the names of this block's
+    weights.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor], at: str, i: int = 0) -> None:
@@ -130,16 +134,16 @@ class TrainedBlock:
         return self._block.attention
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the input of attention: the rows of the residual stream after the norm."""
+        """Return the input of attention: the rows x of the residual stream after the norm, [S, L, H]."""
         return normed(self._block.pre_attention, self.ops, x)
 
     def queries(self, y: Tensor, at: Tensor) -> Tensor:
-        """Map y [S, L, H] from `read`, at positions [S, L], to queries [S, heads, L, D]."""
+        """Return the queries [S, heads, L, D]. y [S, L, H]: the result of `read`. at [S, L]: the positions."""
         rows = self._attention.project(self.ops, y.flatten(0, 1), "q_proj")["q_proj"]
         return _by_text(self._attention.queries(self.ops, rows, self._turned(at)), len(y))
 
     def keys_values(self, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each [S, heads, L, D].
+        """Return keys and values, each [S, heads, L, D]. y [S, L, H]: the result of `read`. at [S, L]: the positions.
 
         Each key-value head is repeated for all query heads of its group.
         """
@@ -164,7 +168,7 @@ class TrainedBlock:
         return self._block.mlp.inner(self.ops, normed(self._block.pre_mlp, self.ops, rows))
 
     def _attended(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """Return the residual stream after attention, [S * L, H]."""
+        """Return the residual stream after attention, [S * L, H]. Arguments: see `behind`."""
         rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         if self.spec.gate:
             rows = rows * self._attention.project(self.ops, y.flatten(0, 1), "gate_proj")["gate_proj"].sigmoid()
@@ -180,15 +184,15 @@ def _by_text(rows: Tensor, num: int) -> Tensor:
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Return rows after a root mean square norm, float32. offset: added to the weight."""
+    """Apply a root mean square norm to the rows x, and return them in float32. offset: added to the weight."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset if offset else weight)
 
 
 class Vocabulary:
-    """The ids that a head drafts: the ids that the target writes most often.
+    """Holds the ids that a head drafts: the `num_ids` ids that the target writes most often.
 
-    ids [n], ascending. rows [n, H]: the rows of the LM head for these ids.
+    ids [n]: these ids, ascending. rows [n, H]: the rows of the LM head for these ids.
     """
 
     def __init__(self, teacher: Teacher, num_ids: int) -> None:
@@ -198,7 +202,7 @@ class Vocabulary:
         self._has[self.ids] = True
 
     def has(self, ids: Tensor) -> Tensor:
-        """Return whether each of these ids is drafted."""
+        """Return, for each entry of `ids`, whether the head drafts this id."""
         return self._has[ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -206,18 +210,18 @@ class Vocabulary:
         return F.linear(hidden.to(self.rows.dtype), self.rows).float()
 
     def offsets(self) -> Tensor:
-        """Return the tensor d2t of published heads [n]: the target's id minus the draft id, for each draft id."""
+        """Return the tensor d2t of published heads, [n]: for each draft id, the target's id minus the draft id."""
         return self.ids - torch.arange(len(self.ids))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts, packed into S rows of L tokens.
+    """Holds texts, packed into S rows of L tokens.
 
-    ids [S, L] int64. text [S, L] int64: the number of the token's text in its row, -1 = padding. at [S, L]: the token's
-    index in its text. is_written [S, L] bool: whether the target wrote the token. layers [S, L, k, H] and hidden
-    [S, L, H] bfloat16, best [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0
-    where nothing is measured.
+    ids [S, L] int64. text [S, L] int64: the number of the token's text within the row, -1 = padding. at [S, L]: the
+    token's index in its text. is_written [S, L] bool: whether the target wrote the token. layers [S, L, k, H] and
+    hidden [S, L, H] bfloat16, best [S, L] int64: the target's features of each token (see Features). mass [S, L]
+    float32: see Teacher.mass; 0 in batches for training.
     """
 
     ids: Tensor
@@ -231,16 +235,16 @@ class Batch:
 
     @property
     def inside(self) -> Tensor:
-        """Whether another token of the same text follows, [S, L] bool.
+        """Whether another token of the same text follows each token, [S, L] bool.
 
-        The target writes a text's last token without running it, so the features recorded for that token are zeros.
+        The target does not run the last token of a text, so the recorded features of this token are zeros.
         """
         inside = (self.text == shifted(self.text, 1)) & (self.text >= 0)
         inside[:, -1] = False
         return inside
 
     def ahead(self, num: int) -> Tensor:
-        """Return bool [S, L]: whether the target wrote the token `num` positions later, in the same text."""
+        """Return for each token whether the target wrote the token `num` positions later in its text, [S, L] bool."""
         same = torch.zeros_like(self.is_written)
         if num < same.shape[1]:
             end = same.shape[1] - num
@@ -251,10 +255,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a head's guesses of the token a fixed distance ahead are measured against, at each token [S, L] of a batch.
+    """Holds the reference values for one guess of a head after each token [S, L] of a batch.
 
-    wanted: whether the text has a token at that distance. learned: whether the head has logits here. ids [n]: the ids
-    that are drafted. best: the target's likeliest id for the guessed token. mass: see Teacher.mass.
+    The guess is of the token at a fixed distance. wanted: whether the text has a token at this distance. learned:
+    whether the head has logits after this token. ids [n]: the ids that the head drafts. best: the target's likeliest id
+    for the guessed token. mass: see Teacher.mass.
     """
 
     wanted: Tensor
@@ -264,18 +269,21 @@ class Rows:
     mass: Tensor
 
     def agreement(self, logits: Tensor) -> Tensor:
-        """Return where head and target agree on the likeliest id, [S, L] bool. logits [R, n]: of the learned rows."""
+        """Return whether head and target agree on the likeliest id, [S, L] bool; False where the head has no logits.
+
+        logits [R, n]: the head's logits of the learned rows.
+        """
         agrees = torch.zeros_like(self.wanted)
         agrees[self.learned] = self.ids[logits.argmax(-1)] == self.best[self.learned]
         return agrees
 
     def numbers(self, at: str, logits: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss, each as a sum and its divisor. at: how the names of these numbers end.
+        """Return agreement, overlap and loss, each as a sum and its divisor. at: a suffix for these three names.
 
-        agreement is alpha at temperature 0: among the rows where all earlier positions agreed (`reached`), the share
-        where the head's likeliest id is the target's. overlap is alpha at temperature 1: the mean of sum min(p, q) over
-        all rows. It is a little too low, because a row counts as 0 where the target's likeliest id is not drafted.
-        logits, target [R, n]: the logits of the head and of the target.
+        agreement is alpha at temperature 0: among the rows where all earlier positions agreed (`reached`), the share of
+        rows where the head's likeliest id is the target's. overlap is alpha at temperature 1: the mean of
+        sum min(p, q) over all rows in `wanted`. overlap is a little too low, because a row counts as 0 if the head does
+        not draft the target's likeliest id. logits, target [R, n]: the logits of head and target for the learned rows.
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
         overlap = torch.minimum(probs, logits.softmax(-1)).sum()
@@ -289,18 +297,18 @@ class Rows:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Return each row's cross entropy between the distributions of target and head over the same ids, in nats, [R].
+    """Return each row's cross entropy -sum p ln q, [R]. p is the target's distribution, q the head's.
 
-    logits, target [R, n]: the logits of the head and of the target.
+    logits, target [R, n]: the logits of head and target for the same ids.
     """
     return F.cross_entropy(logits, target.softmax(-1), reduction="none")
 
 
 def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
-    """Return the loss over positions: the sum of decay^k times the mean loss of position k (from 0).
+    """Return the loss over all positions k (from 0): the sum of decay^k times the mean loss of position k.
 
-    parts: for each position, the learned rows, and the logits of head and target [R, n] for these rows. loss: a name of
-    losses.py.
+    parts: for each position, the learned rows, and the logits of head and target [R, n] for these rows. loss: the name
+    of a loss in losses.py.
     """
     total = torch.zeros(())
     for k, (_, logits, target) in enumerate(parts):
@@ -314,8 +322,8 @@ def measured(
 ) -> dict[str, tuple[float, float]]:
     """Return agreement, overlap and loss (`Rows.numbers`) by position, for heads that guess after every token.
 
-    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure only the learned rows. Otherwise all
-    rows that have a token at the position are measured.
+    parts: as for `decayed`. ids [n]: the ids that the head drafts. of_learned: True = measure only the learned rows;
+    False = measure all rows for which the target wrote a token at the position.
     """
     numbers = dict[str, tuple[float, float]]()
     reached = torch.ones_like(batch.is_written)
@@ -328,43 +336,44 @@ def measured(
 
 
 def visible(batch: Batch) -> Tensor:
-    """Return the causal mask within each text, [S, 1, L, L] bool."""
+    """Return the causal mask, [S, 1, L, L] bool: a token attends to itself and to earlier tokens of its text."""
     length = batch.ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     return ((batch.text.unsqueeze(1) == batch.text.unsqueeze(2)) & causal).unsqueeze(1)
 
 
 def shifted(rows: Tensor, num: int) -> Tensor:
-    """Return rows [S, L, ...] moved to the front by `num` positions.
+    """Shift rows [S, L, ...] to the front by `num` positions: row i of the result is row i + `num`.
 
-    Copies of the last row fill the end and mean nothing.
+    The last `num` rows are filled with copies of the last row, which must not be used.
     """
     return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
 
 
 class Head(Protocol):
-    """A head that is trained. weights: the trained weights, by their names in the head's file.
+    """The interface of a head that is trained. weights: the trained weights, by their names in the head's file.
 
-    Seven further members are optional. `ids` are the ids that are drafted; without it all ids are. `at(share)` is
-    called before each step with the share of the steps that is done. `rates` has the learning rates of some weights, by
-    name, as multiples of the usual rate. `backbone` is a copy of the target that is trained too (backbone.py).
-    `go_on_as(config)` takes over settings from the config.json of an earlier head, from which training goes on.
-    `read(folder)` reads the weights of such an earlier head, where its file uses other names.
-    `save_beside(out, checkpoint)` writes more beside the folder of the head.
+    Seven further members are optional. `ids` has the ids that the head drafts; a head without `ids` drafts all ids.
+    `at(share)` is called before each step with the share of finished steps. `rates` has the learning rates of some
+    weights, by name, as multiples of the usual rate. `backbone` is a copy of the target that is trained too
+    (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier head, whose weights are the
+    first weights. `read(folder)` reads the weights of an earlier head whose file uses other names.
+    `save_beside(out, checkpoint)` writes more files to the out folder.
 
-    The module of a head may define `remark(checkpoint)`. It returns a warning for the user about this target, or None.
+    The module of a head may define `remark(checkpoint)`, which returns a warning for the user about this target, or
+    None.
     """
 
     weights: dict[str, Tensor]
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the first weights to some batches, before the first step."""
+        """Fit the first weights on some batches, before the first step."""
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, with its gradient."""
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss (`Rows.numbers`) by position, each as a sum and its divisor."""
+        """Return agreement, overlap and loss for each position (`Rows.numbers`), each as a sum and its divisor."""
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the config.json that the head's drafter reads."""
@@ -373,9 +382,9 @@ class Head(Protocol):
 def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:
     """Return the default peak learning rate of `method[:option=value,...]` for a target. Raises BadOption.
 
-    The rates were found at hidden size 576. Matrices of a wider target get a lower rate, in inverse proportion to its
-    hidden size (Yang et al. 2022, arXiv 2203.03466, table 3: Adam's rate of hidden weights). At hidden size 1,536 the
-    unscaled rate made a head worse from step to step.
+    The methods' rates were found at hidden size 576. For matrices of a wider target, the rate is multiplied by
+    576 / hidden_size (Yang et al. 2022, arXiv 2203.03466, table 3: Adam's rate of hidden weights). At hidden size 1,536
+    the unscaled rate made a head worse from step to step.
     """
     name, _ = registry.parse_spec(spec)
     method = registry.load(__name__, name, WHAT)
@@ -384,7 +393,7 @@ def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:
 
 
 def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
-    """Return name, module and options of a head that is given as `method[:option=value,...]`.
+    """Return the name, the module and the options of the method that `spec`, `method[:option=value,...]`, describes.
 
     Raises BadOption for an unknown method or option, and for layers that the target does not have.
     """
@@ -397,10 +406,10 @@ def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
 
 
 class Packing:
-    """Batches of whole texts, packed into rows. A batch depends on (seed, step) alone.
+    """Packs whole texts into rows, and makes batches of these rows. A batch depends only on the seed and the step.
 
-    Texts are shuffled anew in every epoch. In that order, each text is put into the first open row that has room for
-    it. Texts longer than a row are cut. Raises BadOption where there is no text.
+    Each epoch has a new order of texts. In this order, each text is put into the first open row with enough room; at
+    most 8 rows are open. Texts longer than a row are cut. Raises BadOption where there is no text.
     """
 
     def __init__(self, samples: Seq[Sample], source: FeatureSource, length: int, rows: int, seed: int) -> None:
@@ -420,7 +429,7 @@ class Packing:
         return self._packed(0)
 
     def joined(self, rows: Seq[Seq[int]]) -> Batch:
-        """Return a batch of these rows. A row is a list of indices of samples."""
+        """Return a batch of the given rows. A row is a list of indices of samples."""
         return _joined([self._filled(row) for row in rows])
 
     def _row(self, number: int) -> list[int]:

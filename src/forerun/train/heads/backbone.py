@@ -1,17 +1,17 @@
 """Medusa-2: the target is trained together with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
 
-The paper's recipe has two stages. First the heads learn alone, as in Medusa-1, because the loss of untrained heads is
-no reason to change the target. Then heads and target learn from one loss,
+The paper's recipe has two stages. In the first stage, only the heads learn, as in Medusa-1, because the loss of
+untrained heads should not change the target. In the second stage, heads and target learn from one loss,
 
     L = L_target + w * L_heads,   w rising to `heads_weight`,
 
-and the target's learning rate is a fraction of the heads' (`backbone_rate`). L_target is KL(p || q) on text that the
-original target wrote, where p is the distribution of the original target and q the distribution of the new one. The
-paper uses this loss for models without a data set (section 2.3.2, self-distillation), and otherwise the cross entropy
-of a text. All layers and the final norm are trained here, while the paper trains low-rank adapters. Embeddings and LM
-head stay unchanged, because heads use rows of both.
+and the target's learning rate is the heads' rate times `backbone_rate`. L_target is KL(p || q) on text that the
+original target wrote, where p is the distribution of the original target and q is the distribution of the new target.
+The paper uses this loss for models without a data set (section 2.3.2, self-distillation), and otherwise the cross
+entropy of a text. All layers and the final norm are trained here, while the paper trains low-rank adapters. Embeddings
+and LM head stay unchanged, because the heads use rows of both.
 
-The new target is another model than the original: `save` writes it as a separate checkpoint, with a card.
+The new target is a different model from the original. `save` writes it as a separate checkpoint, with a model card.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROWS = 256  # of a batch: `_own` compares about as many, and `renewed` computes 
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """Whether the target is trained too, and how."""
+    """The options for training the target together with its heads."""
 
     backbone: bool = option(False, "train the target along (Medusa-2); OUT/model is then another target")
     backbone_rate: float = option(0.25, "its learning rate over that of the heads")
@@ -61,7 +61,7 @@ class BackboneOptions:
 class Backbone:
     """A copy of the target in float32, whose layers and final norm are trained.
 
-    weights: the trained weights, by their names with PREFIX. share: the share of the steps that are done. Raises
+    weights: the trained weights, by their names with PREFIX in front. share: the share of finished steps. Raises
     BadOption for a target that cannot be trained, and UnsupportedModel for a target that cannot be written.
     """
 
@@ -82,7 +82,7 @@ class Backbone:
 
     @property
     def learns(self) -> bool:
-        """Whether the second stage has begun, in which the target learns, too."""
+        """Whether the second stage, in which the target also learns, has begun."""
         return self.share >= self.options.heads_first
 
     def rows(self, batch: Batch) -> Tensor:
@@ -93,16 +93,17 @@ class Backbone:
         return torch.unflatten(rows, 0, batch.ids.shape)
 
     def loss(self, batch: Batch, rows: Tensor, heads: Tensor) -> Tensor:
-        """Return the loss of target and heads together.
+        """Return the joint loss of target and heads.
 
-        rows: the hidden states of the batch, from `rows`. heads: the loss of the heads that read these hidden states.
+        rows: the result of the method `rows` for the batch. heads: the loss of the heads on these hidden states. The
+        weight of `heads` rises to `heads_weight` in the first half of the second stage.
         """
         place = (self.share - self.options.heads_first) / (1 - self.options.heads_first)
         return self._own(batch, rows).mean() + self.options.heads_weight * min(1.0, 2 * place) * heads
 
     @torch.no_grad()
     def renewed(self, batch: Batch) -> Batch:
-        """Return the batch with the new target's `hidden`, `best` and `mass` in place of the original's."""
+        """Return the batch with `hidden`, `best` and `mass` of the new target instead of the original target."""
         rows = self.rows(batch)
         best, mass = torch.empty_like(batch.best), torch.empty_like(batch.mass)
         for s, row in enumerate(rows):
@@ -114,9 +115,10 @@ class Backbone:
 
     @torch.no_grad()
     def measure(self, batch: Batch, renewed: Batch) -> dict[str, tuple[float, float]]:
-        """Return two distances of the new target from the original, each as a sum and its divisor.
+        """Compare the new target with the original. renewed: the result of `renewed` for the batch.
 
-        These are the KL divergence in nats, and the share of rows with the same likeliest id.
+        Returns two measures, each as a sum and its divisor: kl, the KL divergence in nats, and same_best, the share of
+        rows with the same likeliest id.
         """
         kl, rows = self._own(batch, renewed.hidden), batch.ahead(1)
         same = (batch.best == renewed.best)[rows]
@@ -124,7 +126,10 @@ class Backbone:
 
     @torch.no_grad()
     def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
-        """Write the checkpoint of the new target, with a model card. log: the last logged measures, for the card."""
+        """Write the checkpoint of the new target and a model card to `folder`.
+
+        log: the last logged value of each measure, for the card. method: the spec of the method, for the card.
+        """
         config = self._model.config
         weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
         save_checkpoint(
@@ -142,7 +147,10 @@ class Backbone:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _own(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return KL(original || new) at some rows, [R]: rows of text that the original wrote, spread over the batch."""
+        """Return KL(original || new) at R rows of text that the original target wrote, [R], in nats.
+
+        rows: the new target's hidden states. The R rows are spread evenly over the batch; R is about ROWS.
+        """
         written = batch.ahead(1).flatten().nonzero()[:, 0]
         written = written[:: max(1, len(written) // ROWS)]
         new, old = (F.linear(part.flatten(0, 1)[written].float(), self._head).float() for part in (rows, batch.hidden))

@@ -1,11 +1,11 @@
 """Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115, section 6); the drafter is drafters/blockwise.py.
 
-One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1) is added to that state.
-The sum goes through rows of the target's LM head, and learns the target's distribution of token m+k+1. All outputs
-share one hidden layer, unlike the heads of medusa.py. The target stays as it is.
+One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1) is added to this hidden
+state. Rows of the target's LM head map the sum to logits, which learn the target's distribution of token m+k+1. All
+outputs share one hidden layer, unlike the heads of medusa.py. The target is not changed.
 
-The first matrix begins as random numbers, and the second as a least squares fit (`begin`): output k, added to the
-state, is fitted to the target's hidden state of token m+k.
+The first matrix begins with random numbers. The second matrix begins with a least squares fit (`begin`): the hidden
+state of token m plus output k is fitted to the target's hidden state of token m+k.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LR = 3e-4  # at 1e-3 it did not learn
 
 @dataclass(frozen=True)
 class Options(medusa.Options):
-    """The sizes of the layer, and how it learns."""
+    """The options of the method: the sizes of the layer, and the settings of its training."""
 
     heads: int = option(4, "outputs, one for each token ahead", min=1, max=16)
     units: int = option(256, "units of the hidden layer for each output", min=1)
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers, because only the last hidden state, after the final norm, is read."""
+    """Return no layers, because the head reads only the last hidden state, after the final norm."""
     return ()
 
 
 class Head(medusa.Head):
-    """The feed-forward layer. Its second matrix is 0 until `begin` has fitted it."""
+    """The feed-forward layer in float32, with gradients. Its second matrix is 0 until `begin` has fitted it."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self._units = options.heads * options.units
@@ -49,7 +49,7 @@ class Head(medusa.Head):
         super().__init__(options, teacher, seed)
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """Return the first weights: the first matrix is random, and everything else is 0."""
+        """Return the first weights: the first matrix is random, and the other weights are 0."""
         shapes = head_files.feed_forward_shapes(self.options.heads, self._units, width)
         weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
         weights["hidden.weight"].normal_(0, width**-0.5, generator=self._random)
@@ -61,7 +61,10 @@ class Head(medusa.Head):
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the second matrix so that output k, added to a hidden state, gives the hidden state k tokens later."""
+        """Fit the second matrix and its bias by least squares.
+
+        A hidden state plus output k (from 1) is fitted to the hidden state k tokens later.
+        """
         num, units = self.options.heads, self._units + 1
         squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
         for batch in batches:
@@ -77,7 +80,7 @@ class Head(medusa.Head):
         self.weights["output.bias"].copy_(fitted[:, -1])
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the hidden states plus one output of the layer, for the rows that learn, [R, H]."""
+        """Return the hidden states plus output `head` (from 0) of the layer, for the learned rows, [R, H]."""
         x = batch.hidden[learned].float()
         width = x.shape[-1]
         output = slice(head * width, (head + 1) * width)

@@ -1,13 +1,13 @@
-"""A block drafter as in DFlash (Chen et al. 2026, arXiv 2602.06036), with which drafters/dflash.py drafts.
+"""A block drafter as in DFlash (Chen et al. 2026, arXiv 2602.06036); the drafter is drafters/dflash.py.
 
-A block is a token of the text, its anchor, followed by masks. Row k of a block learns the target's distribution of the
-token k places after the anchor. Every row attends to its own block and to the context: keys and values made from the
-target's features of the tokens before the anchor. Each step learns blocks at many anchors of each text at once: every
-n-th token (`every`), from a place that changes with the batch. A mask keeps the blocks apart. The loss is the sum over
-k of decay^(k-1) times a loss of losses.py over the ids that are drafted.
+A block consists of a token of the text, its anchor, and of mask tokens. Row k of a block learns the target's
+distribution of the token k positions after the anchor. Every row attends to its own block and to the context. The
+context has keys and values made from the target's features of the tokens before the anchor. Each step learns blocks at
+many anchors of each text: every n-th token (`every`), from an offset that changes with the batch. An attention mask
+separates the blocks. The loss is the sum over k of decay^(k-1) times a loss of losses.py over the drafted ids.
 
-The layers begin as the target's last layer with attention, and the context begins as the input of that layer. So the
-context's keys and values are the target's own before the first step.
+Each layer begins as a copy of the target's last layer with attention, and the context begins as the input of this
+layer of the target. So before the first step, the context's keys and values equal the target's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LR = 8e-4
 
 @dataclass(frozen=True)
 class Options:
-    """The layers and sizes of the drafter, and how it learns."""
+    """The options of the method: the layers and sizes of the drafter, and the settings of its training."""
 
     layers: str | None = option(
         None,
@@ -64,9 +64,9 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return which residual streams of the target are read; k is the stream after the first k layers.
+    """Return the numbers of the residual streams of the target that are read; k = the stream after the first k layers.
 
-    Raises BadOption for k = 0, which the drafter's files cannot name.
+    Raises BadOption for k = 0, which the drafter's files cannot express.
     """
     num = config.num_layers
     if options.layers is None:
@@ -96,12 +96,12 @@ class Head:
         """Do nothing, because no first weights are fitted."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch. The anchors depend on the batch alone, also in a resumed run."""
+        """Return the loss of a batch. The anchors depend only on the batch, so a resumed run has the same anchors."""
         start = int(batch.ids.sum()) % self.options.every
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss (`Rows.numbers`) by position, measured at every possible anchor."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position, summed over all possible anchors."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
@@ -121,20 +121,24 @@ class Head:
         return weights | {"d2t": self._vocab.offsets()}, self.config.to_json(self._teacher.config.num_layers)
 
     def go_on_as(self, config: Mapping[str, Any]) -> None:
-        """Take over the id of the mask from an earlier head, because the layers were trained with this id."""
+        """Take over the id of the mask token from an earlier head, because its layers were trained with this id.
+
+        config: the config.json of the earlier head.
+        """
         self.config = dataclasses.replace(self.config, mask_id=int(config["dflash_config"]["mask_token_id"]))
 
     def _anchors(self, batch: Batch, start: int) -> Tensor:
-        """Return the index of each block's first token, its anchor, in a row of the batch, [A].
+        """Return the indices of the anchors in a row of the batch, [A]: every n-th token (`every`) from 1 + `start` on.
 
-        Index 0 is no anchor, since an anchor needs the features of a token before it.
+        Index 0 cannot be an anchor, because an anchor needs the features of an earlier token.
         """
         return torch.arange(1 + start, batch.ids.shape[1], self.options.every)
 
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each distance from the anchors which anchors learn, their logits, and the target's logits.
+        """Yield for each distance from the anchors the learned anchors, their logits, and the target's logits.
 
-        Shapes: [S, A], [R, n] and [R, n].
+        The distances are 1 to block - 1. The learned anchors are [S, A] bool. The logits are [R, n], for R learned
+        anchors and n drafted ids.
         """
         x = torch.unflatten(self._streams(batch, anchors), 1, (len(anchors), self.options.block))
         x = self._normed(x, "norm")
@@ -146,7 +150,7 @@ class Head:
             yield learned, logits, target
 
     def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """Return the residual stream of all blocks after the last layer, [S, A * block, H]."""
+        """Return the residual stream after the drafter's last layer for the rows of all blocks, [S, A * block, H]."""
         block = self.options.block
         context = self._context(batch)
         at = batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
@@ -162,7 +166,7 @@ class Head:
         return x
 
     def _context(self, batch: Batch) -> Tensor:
-        """Return the rows from which the keys and values of the context are made, [S, L, H]."""
+        """Return the rows from which each layer computes the keys and values of the context, [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
         joined = F.linear(rows, self.weights["fc.weight"])
         return self._normed(joined, "hidden_norm")
@@ -172,10 +176,10 @@ class Head:
 
 
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """Return the first weights: each layer is the target's last layer with attention.
+    """Return the first weights: each layer is a copy of the target's last layer with attention.
 
-    At first, the context is the input of that layer. Where this input is not read, the context is at first the residual
-    stream after the last of the layers that are read.
+    The first context is the input of this layer of the target. If this input is not among the residual streams that
+    are read, the first context is the last of these streams.
     """
     width = config.decoder.hidden_size
     num = len(config.layers)
@@ -193,7 +197,7 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _visible(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return which tokens an anchor's block may attend to: earlier tokens of the anchor's text, [S, A, L] bool."""
+    """Return the mask of the context for each anchor's block, [S, A, L] bool: earlier tokens of the anchor's text."""
     before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 
@@ -201,10 +205,10 @@ def _visible(batch: Batch, anchors: Tensor) -> Tensor:
 def _attend(
     q: Tensor, context: tuple[Tensor, Tensor], block_kv: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
 ) -> Tensor:
-    """Attend from queries q to the context, under the mask, and to all rows of the same block.
+    """Return the attention of queries q to the context, under the mask, and to all rows of their own block.
 
     q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. block_kv: keys and values of the blocks, in
-    the shape of q.
+    the shape of q. mask [S, 1, A * block, L]. The result has the shape of q.
     """
     length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)

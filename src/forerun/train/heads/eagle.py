@@ -1,17 +1,17 @@
-"""A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py drafts with it.
+"""A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); the drafter is drafters/eagle.py.
 
-Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of token
-m+2. This is step 0. Then one row in `every` goes on as the head does in drafting: step j takes the head's output of the
-step before in place of features, and the embedding of token m+j+1. In step j the row attends to the rows of true
-features up to m, and to its own rows of steps 1 to j.
+In step 0, row m reads the target's features of token m and the embedding of token m+1, and learns the target's
+distribution of token m+2. Then every n-th row (`every`) continues as the head does in drafting. In step j, the row
+reads the head's output of step j-1 instead of the target's features, and the embedding of token m+j+1. The row attends
+to the step-0 rows up to m of its text, and to its own rows of steps 1 to j.
 
-The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted. A row is left out
-where the target's likeliest id is not one of these ids. Rows that no step learns from are not computed.
+The loss is the sum over steps of decay^j times a loss of losses.py over the drafted ids. A row is left out if the head
+does not draft the target's likeliest id. Rows that are not needed for any loss are not computed.
 
 The head's layer begins as the target's last layer with attention, with its feed-forward part narrowed (narrowing.py).
-The target's final norm and LM head follow this layer. Only the layer's input for token m+1 is missing, because the
-target has not run that token. Before the first step, a least squares fit (`begin`) predicts this input from the
-features of token m and the embedding of token m+1.
+The target's final norm and LM head follow this layer. The layer's input for token m+1 is not known, because the target
+has not run this token. So before the first step, a least squares fit (`begin`) predicts this input from the features of
+token m and the embedding of token m+1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LEAST_MLP = 2048  # inner outputs, where no number is asked for
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """The options of learning for a head that continues from its own outputs."""
+    """The training options of a head that continues from its own outputs."""
 
     draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
     steps: int = option(4, "tokens that it learns to draft one after another", min=1)
@@ -68,7 +68,7 @@ class Learning:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """The layers and sizes of the head, and how it learns."""
+    """The options of the method: the layers and sizes of the head, and the settings of its training."""
 
     layers: str | None = option(
         None,
@@ -84,7 +84,7 @@ class Options(Learning):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return which residual streams of the target are read; k is the stream after the first k layers."""
+    """Return the numbers of the target's residual streams that are read; k = the stream after the first k layers."""
     if options.layers is not None:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
     num = config.num_layers
@@ -92,9 +92,9 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 def stepping_block(target: Spec, **changes: Any) -> Spec:
-    """Return the spec of a head of one layer, see `own_blocks`.
+    """Return the spec of a head of one layer (see `own_blocks`).
 
-    Raises BadOption for a target whose final norm training does not know.
+    Raises BadOption for a target whose layer or final norm training does not support.
     """
     decoder = own_blocks(target, 1, **changes)
     norm = target.final_norm or Norm()
@@ -110,8 +110,8 @@ class SteppingHead:
     """A head of one layer that continues from its own outputs, in float32, with gradients.
 
     decoder: the spec of the head. weights: the weights of the layer, of the norms, and of the projection `input`, which
-    joins the embedding of a token with the features of the token before. fitted: the index in `Batch.layers` of the
-    input of the target's own layer; None where this input is not read.
+    maps the embedding of a token and the features of the token before to the layer's input. fitted: the index in
+    `Batch.layers` of the input of the target's last layer with attention; None if this input is not read.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class SteppingHead:
         self._eps = self._norm.eps
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the features that the head makes from the target's hidden states of each token, [S, L, H]."""
+        """Return the features of each token, which the head computes from the target's hidden states, [S, L, H]."""
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features [S, L, H] of the next step. stream [S, L, H]: the residual stream after the layer."""
+        """Return the features [S, L, H] for the next step. stream [S, L, H]: the residual stream after the layer."""
         return stream
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the projection `input` by least squares, to the input that the target's own layer has at the next token.
+        """Fit the projection `input` by least squares to the input of the target's own layer at the next token.
 
-        The squared error of a row is divided by the mean square of the fitted row. Where the input of the target's
-        layer is not read, the weights stay as they are.
+        The squared error of a row is divided by the mean square of the target's row. If the input of the target's layer
+        is not read (`fitted` is None), the weights are not changed.
         """
         if self._fitted is None:
             return
@@ -160,19 +160,23 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch. Which rows continue depends on the batch alone, also in a resumed run."""
+        """Return the loss of a batch. Every n-th row (`every`) continues after step 0.
+
+        The offset of these rows depends only on the batch, so a resumed run has the same rows.
+        """
         every = self._learning.every
         going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss (`Rows.numbers`) by step. All rows are measured in every step."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by step. In every step, all rows are measured."""
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each step: which rows learn [S, L], the head's logits and the target's, float32 [R, draft ids].
+        """Yield for each step the learned rows [S, L] bool, their logits, and the target's logits, float32 [R, n].
 
-        going_on [L] bool: the rows that learn in steps after the first; None = all rows.
+        R is the number of learned rows, and n the number of drafted ids. going_on [L] bool: the rows that continue
+        after step 0; None = all rows.
         """
         steps = range(self._learning.steps)
         learned = [batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1)) for j in steps]
@@ -205,7 +209,7 @@ class SteppingHead:
         return norm_of(rows, self.weights["model.norm.weight"], self._eps, self._norm.offset)
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Return the normed embeddings and features side by side, [S, L, 2 H], which the projection `input` joins."""
+        """Return the input of the projection `input`: normed embeddings and normed features, joined, [S, L, 2 H]."""
         eps = self._eps
         sides = zip((embedded, feature), SIDES, strict=True)
         return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
@@ -245,7 +249,7 @@ class Head(SteppingHead):
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the projection `input`, and also a feed-forward part that is narrower than the target's."""
+        """Fit the projection `input`. If the feed-forward part is narrower than the target's, fit its weights, too."""
         if self._narrowing is None:
             super().begin(batches)
             return
@@ -256,7 +260,7 @@ class Head(SteppingHead):
         self._narrowing = None  # frees its sums, too
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the features: the rows of several layers, each after its own norm, joined by one matrix product."""
+        """Return the features [S, L, H]: the rows of several layers, each after its own norm, joined by one matrix."""
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
@@ -269,9 +273,9 @@ class Head(SteppingHead):
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """Return the first weights: the layer and the final norm are the target's, and all other norms are 1.
+    """Return the first weights: copies of the target's layer and final norm, and 1 for the weights of other norms.
 
-    At first, the features are the residual stream after the last of the layers that are read.
+    The first features are the last of the residual streams that are read.
     """
     width = config.decoder.hidden_size
     weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
@@ -285,10 +289,11 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
 def _attend(
     q: Tensor, first: tuple[Tensor, Tensor], later: Seq[tuple[Tensor, Tensor]], mask: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
-    """Compute attention of some rows to the first step's keys, under the mask, and to their own keys of later steps.
+    """Return the attention of some rows to all keys of the first step, under the mask, and to own keys of later steps.
 
     rows [S, L] bool: the rows that attend. q [heads, R, D]: the queries of these rows, in order. first: keys and values
-    of the first step, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D].
+    of the first step, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D]; row r attends only
+    to key r. The result is [heads, R, D].
     """
     attended, begin = list[Tensor](), 0
     for packed, num in enumerate(rows.sum(1).tolist()):

@@ -1,11 +1,11 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109), trained as in medusa.py; the drafter is drafters/hydra.py.
 
 Head k (from 0) reads the target's last hidden state of token m and the embeddings of tokens m+1 to m+k+1, and learns
-the target's distribution of token m+k+2. In training these tokens come from the text. In drafting, token m+1 is
+the target's distribution of token m+k+2. In training, tokens m+1 to m+k+1 come from the text. In drafting, token m+1 is
 committed and the other tokens are drafted.
 
-The first block of a head is linear(x) + silu(linear(x)). It maps all that the head reads to one hidden state, which at
-first is the target's hidden state alone. The later blocks are Medusa's.
+The first block of a head is linear(x) + silu(linear(x)), where x joins the hidden state and the embeddings. It returns
+one hidden state, which before the first step equals the target's hidden state. The later blocks are as in medusa.py.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Options(medusa.Options):
-    """The number of heads, and how they learn."""
+    """The options of the method: the number and size of the heads, and the settings of their training."""
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers, because only the last hidden state, after the final norm, is read."""
+    """Return no layers, because the heads read only the last hidden state, after the final norm."""
     return ()
 
 
 class Head(medusa.Head):
-    """All heads in float32, with gradients. They begin as the target's own LM head."""
+    """All heads in float32, with gradients. Before the first step, each head computes the logits of the LM head."""
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """Return the first weights. The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings."""
+        """Return the first weights, by name. width: the hidden size.
+
+        The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings.
+        """
         weights: dict[str, Tensor] = {}
         for head in range(self.options.heads):
             layers = {f"0.{name}": head + 2 for name in ("linear", "res_connection")}
@@ -54,9 +57,9 @@ class Head(medusa.Head):
         return {**numbers, "hydra_head_arch": "mlp", "grounded_heads": True}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the output of one head's blocks for each row that learns, [R, H].
+        """Return the output of the blocks of head `head` for the learned rows, [R, H].
 
-        The blocks read the row's hidden state and the embeddings of the `head + 1` tokens after it.
+        The blocks read the row's hidden state and the embeddings of the next `head + 1` tokens.
         """
         tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
         embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]

@@ -1,10 +1,10 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774). The target stays as it is, or is trained too (Medusa-2, backbone.py).
+"""Medusa (Cai et al. 2024, arXiv 2401.10774). The target is not changed, or is trained too (Medusa-2, backbone.py).
 
 The drafter is drafters/medusa.py.
 
 Head k (from 1) reads the target's last hidden state of token m, and learns the target's distribution of token m+k+1. A
-head has one or more residual blocks, followed by rows of the target's own LM head. The loss is the sum over heads of
-decay^(k-1) times a loss of losses.py over the ids that are drafted.
+head has one or more residual blocks, followed by rows of the target's LM head. The loss is the sum over heads of
+decay^(k-1) times a loss of losses.py over the drafted ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Options(BackboneOptions):
-    """The number of heads, and how they learn."""
+    """The options of the method: the number and size of the heads, and the settings of their training."""
 
     heads: int = option(4, "heads, one for each token ahead", min=1, max=16)
     blocks: int = option(1, "residual blocks of a head", min=1, max=8)
@@ -42,12 +42,15 @@ class Options(BackboneOptions):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers, because only the last hidden state, after the final norm, is read."""
+    """Return no layers, because the heads read only the last hidden state, after the final norm."""
     return ()
 
 
 class Head:
-    """All heads in float32, with gradients. They begin as the target's LM head: their blocks add nothing yet."""
+    """All heads in float32, with gradients.
+
+    The first weights of all blocks are 0, so each head first computes the logits of the target's LM head.
+    """
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._teacher = options, teacher
@@ -60,11 +63,11 @@ class Head:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The learning rates of the target's weights, if it is trained too, as multiples of the heads' rate."""
+        """The learning rates of the target's weights as multiples of the heads' rate; {} if only heads are trained."""
         return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
 
     def at(self, share: float) -> None:
-        """Set the share of the steps that is done."""
+        """Set the share of finished steps, which decides whether the target learns, too."""
         if self.backbone is not None:
             self.backbone.share = share
 
@@ -80,7 +83,10 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss by position, against the new target if the target is trained too."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position.
+
+        If the target is trained too, the heads are compared with the new target, and `Backbone.measure` is added.
+        """
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)
@@ -94,7 +100,7 @@ class Head:
         return weights | {"d2t": self._vocab.offsets()}, {**self.sizes(), **sizes}
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """Return the first weights of all heads, by their names in the file."""
+        """Return the first weights of all heads, by their names in the file. width: the hidden size."""
         return {
             f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
             for head in range(self.options.heads)
@@ -107,11 +113,14 @@ class Head:
         return {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the output of one head's blocks for the rows that learn, [R, H]."""
+        """Return the output of the blocks of head `head` for the learned rows, [R, H]."""
         return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each head: which rows learn [S, L], the head's logits and the target's, float32 [R, draft ids]."""
+        """Yield for each head the learned rows [S, L] bool, the head's logits, and the target's logits, float32 [R, n].
+
+        R is the number of learned rows, and n the number of drafted ids.
+        """
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
             logits = self._vocab.logits(self.rows(head, batch, learned))
@@ -123,7 +132,7 @@ class Head:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _through(self, names: Iterable[str], x: Tensor) -> Tensor:
-        """Return the output of these residual blocks for x [R, H]."""
+        """Return the output of the residual blocks `names` for x [R, H]."""
         for name in names:
             x = x + F.silu(self._linear(name, x))
         return x

@@ -1,12 +1,12 @@
-"""A block for multi-token prediction, as published models have it (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+"""A block for multi-token prediction, as in published models (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-Row m reads the target's hidden state of token m, after the target's final norm, and the embedding of token m+1. Through
-the target's own LM head it learns the target's distribution of token m+2. Then it continues as in drafting: the block's
-own output, after the block's norm, takes the place of the target's hidden state. Steps, masks, loss and first fit are
-as in eagle.py. The block begins as the target's last block with attention.
+Row m reads the target's hidden state of token m, after the target's final norm, and the embedding of token m+1. The
+target's LM head maps the block's output to logits, which learn the target's distribution of token m+2. Then the row
+continues as in drafting: it reads the block's own output, after the block's norm, instead of the target's hidden state.
+Steps, masks, loss and first fit are as in eagle.py. The block begins as the target's last block with attention.
 
-The block is written twice: by itself, and into a copy of the target's folder, under the names of published files. The
-drafter finds the block in this copy without an option that names it (models/next_tokens.py).
+The block is written twice: by itself, and into a copy of the target's folder, with the names of weights in published
+files. The drafter finds the block in this copy without an option (models/next_tokens.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ __all__ = ["LR", "Head", "Options", "layers", "remark"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """How the block learns. It drafts all ids, but its loss is only over the ids that the target wrote most often."""
+    """The options of the method: the settings of the block's training.
+
+    The block drafts all ids, but the loss is only over the `draft_vocab` ids that the target wrote most often.
+    """
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layer whose input the block is first fitted to: the target's last layer with attention."""
+    """Return the number of the residual stream on which the block is fitted before the first step.
+
+    It is the input of the target's last layer with attention.
+    """
     return (max(0, last_attending(config)),)
 
 
@@ -66,11 +72,11 @@ class Head(SteppingHead):
         super().__init__(teacher, decoder, Vocabulary(teacher, options.draft_vocab), weights, options, 0)
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the hidden states after the target's final norm."""
+        """Return the target's hidden states after its final norm, [S, L, H]."""
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the residual stream after the block's norm."""
+        """Return the features for the next step: the residual stream after the block's norm."""
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -80,7 +86,7 @@ class Head(SteppingHead):
         }, self._config
 
     def read(self, folder: str) -> dict[str, Tensor]:
-        """Read the weights of an earlier head, whose file has the names of published files."""
+        """Read the weights of an earlier head from `folder`, and convert published names to the names of `weights`."""
         block = next_tokens.find(OpenedCheckpoint.of(folder))
         assert block is not None  # an earlier check has read its file
         weights = {
@@ -91,7 +97,7 @@ class Head(SteppingHead):
         }
 
     def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
-        """Write a copy of the target's folder with the block added."""
+        """Write a copy of the target's folder, with the block added, to out/model. Does nothing for a GGUF target."""
         opened = checkpoint.opened
         if _has_folder(opened):
             assert opened.source is not None
@@ -104,5 +110,5 @@ class Head(SteppingHead):
 
 
 def _has_folder(opened: OpenedCheckpoint) -> bool:
-    """Return whether a target is a folder of safetensors, to which the block can be added."""
+    """Return whether a target is a folder of safetensors. Only to such a folder can the block be added."""
     return opened.source is not None and opened.source.names is None

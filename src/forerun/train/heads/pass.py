@@ -1,10 +1,10 @@
-"""PaSS: look-ahead vectors, at which the target itself guesses ahead (Monea et al. 2023, arXiv 2311.13581).
+"""PaSS: look-ahead vectors, with which the target itself drafts (Monea et al. 2023, arXiv 2311.13581).
 
-After token m, the vectors LA_1 .. LA_T stand in place of tokens m+1 .. m+T. The target's output at LA_j learns the
-target's distribution of token m+j+1. The target stays as it is: only the T x H numbers of the vectors are learned, by
-gradients through all of the target's layers. Every n-th token of a row (`every`) is such a token m. The texts are run
-once, without gradients. Then each group of vectors attends to the keys and values of its own text up to m, and each
-vector to the vectors before it in its group. The drafter is drafters/pass.py.
+The vectors LA_1 .. LA_T are the target's inputs at the positions of tokens m+1 .. m+T. The target's output at LA_j
+learns the target's distribution of token m+j+1. The target is not changed: only the T x H numbers of the vectors are
+learned, by gradients through all layers of the target. Every n-th token of a row (`every`) is a token m with a group of
+vectors. The texts are run once, without gradients. Then each vector attends to the keys and values of its text up to m,
+and to the earlier vectors of its group. The drafter is drafters/pass.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRAINS_VECTORS = True  # and no matrices, so that the target's width does not ch
 
 @dataclass(frozen=True)
 class Options:
-    """The number of vectors, and how they learn."""
+    """The options of the method: the number of vectors, and the settings of their training."""
 
     vectors: int = option(4, "look-ahead vectors, one for each token ahead", min=1, max=16)
     every: int = option(16, "tokens from one place of a text that is learned to the next", min=1)
@@ -44,9 +44,9 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers, because only the target's output is read.
+    """Return no layers, because the method reads only the target's output.
 
-    Raises BadOption for a target with windows or states.
+    Raises BadOption for a target with sliding windows or recurrent states.
     """
     if config.has_windows:
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
@@ -56,7 +56,7 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head:
-    """The look-ahead vectors, which are trained, and the target, which is not trained."""
+    """Holds the look-ahead vectors, which are trained, and a float32 copy of the target, which is not trained."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._rows = options, teacher.head
@@ -75,7 +75,10 @@ class Head:
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss (`Rows.numbers`) by position, after the same tokens as in `loss`."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position.
+
+        Only guesses after every n-th token (`every`) are measured, as in `loss`.
+        """
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -84,9 +87,10 @@ class Head:
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each look-ahead vector the tokens it learns after, its logits, and the target's logits.
+        """Yield for each look-ahead vector the learned tokens, its logits, and the target's logits.
 
-        The tokens are bool [S, L]. The logits are float32 [R, V], one row for each token.
+        The learned tokens, [S, L] bool, are the tokens before a group of vectors. The logits are float32 [R, V], with
+        one row for each learned token.
         """
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
@@ -101,7 +105,10 @@ class Head:
             yield learned, logits, target
 
     def _run(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return the target's hidden states at the vectors after each chosen token, [S, chosen tokens, T, H]."""
+        """Return the target's hidden states at the look-ahead vectors, [S, n, T, H].
+
+        places [n]: the indices of the tokens after which a group of T vectors is run.
+        """
         num, num_rows = self.options.vectors, len(batch.ids)
         mask = visible(batch)
         with torch.no_grad():
