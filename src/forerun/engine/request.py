@@ -377,9 +377,9 @@ class Request:
         )
 
     def append(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob] = ()) -> int:
-        """Append tokens up to the first token that ends the output. Returns the number of appended tokens.
+        """Append tokens up to the first token that ends the output, and discard later tokens.
 
-        Stop conditions are checked after each token. The tokens after the one that ends the output are discarded.
+        Stop conditions are checked after each token. Returns the number of appended tokens.
         """
         seq = self.seq
         for i, token in enumerate(tokens):

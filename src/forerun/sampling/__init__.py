@@ -1,6 +1,6 @@
-"""From logits to the distribution that a token is drawn from, and the random numbers of the draw.
+"""Computes the distribution of the next token from logits, and the random numbers with which a token is drawn.
 
-The names are loaded when they are first used.
+The names of this package are loaded when they are first used.
 """
 
 from __future__ import annotations

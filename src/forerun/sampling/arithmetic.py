@@ -65,7 +65,7 @@ def native_sampler() -> Any:
 
 
 def exp(x: Row) -> Row:
-    """Return e^x for x <= 0, elementwise, in the width of x.
+    """Return e^x for x <= 0, elementwise, in the dtype of x.
 
     float32: within 1 unit in the last place, 0 below -87, the same bits everywhere (Cephes expf, Moshier 1989).
     float64: numpy's own exp. Only tests and toy models have float64 rows, and no native code computes them.

@@ -108,11 +108,11 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compiled(self, params: SamplingParams, num_bytes: int = LEAST_BYTES) -> Grammar | None:
-        """Return the compiled grammar of a request; None where the request has no grammar. Any thread may call this.
+        """Return the compiled grammar of a request; None where the request has no grammar.
 
-        A grammar that is in the cache is not compiled again. num_bytes: the measured memory of the compiled grammar, in
-        bytes; at least LEAST_BYTES are counted. Raises BadOption for a grammar that llguidance cannot compile, or that
-        takes too much time or memory.
+        Any thread may call this method. A grammar that is in the cache is not compiled again. num_bytes: the measured
+        memory of the compiled grammar, in bytes; at least LEAST_BYTES are counted. Raises BadOption for a grammar that
+        llguidance cannot compile, or that takes too much time or memory.
         """
         if (key := params.constraint) is None:
             return None
@@ -194,8 +194,8 @@ class _Wrapper:
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the token ids of `text` as it is encoded within a longer text.
 
-        So there is no blank in front, which some tokenizers add to a whole text. A name of a special token is encoded
-        as plain text.
+        The blank that some tokenizers add before a whole text is left out. The name of a special token is encoded as
+        plain text.
         """
         tokenizer = self._tokenizer()
         given = text.decode() if isinstance(text, bytes) else text
@@ -352,7 +352,7 @@ class GrammarState:
         return self._go(committed, drafted)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether no token can follow `committed` and `drafted`, because the grammar is complete.
+        """Return whether no token can follow `committed` and `drafted`, because their text is complete by the grammar.
 
         Returns False where this computation exceeds the grammar's limits. The request then ends later, with `failure`.
         """

@@ -165,7 +165,7 @@ def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = Hist
 
 
 def row_of(logits: npt.ArrayLike) -> Row:
-    """Return logits [V] as a contiguous array, float32 or wider. If `logits` already is one, it is not copied."""
+    """Return logits [V] as a contiguous array, float32 or wider. Such an array is returned without a copy."""
     row: Row = np.ascontiguousarray(logits)
     return row if row.itemsize >= 4 and row.dtype.kind == "f" else row.astype(np.float32)
 
@@ -216,8 +216,8 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
     """Return the row with -inf for each forbidden id.
 
-    Forbidden are ids that the grammar excludes, the last id of a bad word if the history ends with the word's other
-    ids, and end ids before min_tokens.
+    The forbidden ids are: ids that the grammar excludes, the last id of a bad word if the history ends with the word's
+    other ids, and end ids before min_tokens.
     """
     if (allowed := history.allowed()) is not None:
         row = masked(row, allowed)
@@ -233,9 +233,9 @@ def _mask(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _only(params: SamplingParams, history: History) -> int | None:
-    """Return the id that the grammar allows next, if it allows exactly one id; otherwise None.
+    """Return the only id that the grammar allows next; None if the grammar allows several ids.
 
-    Also returns None where other options (`_adjusts`) may forbid this id.
+    Also returns None without a grammar, and where other options (`_adjusts`) may forbid the id.
     """
     allowed = history.allowed()
     return None if allowed is None or _adjusts(params, history.bad_word_ids) else allowed.only
@@ -247,9 +247,9 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether `probs` always returns a point mass at the row's largest logit, unless the history forces an id.
+    """Return whether a request needs only the id of each row's largest logit, unless the history forces an id.
 
-    If so, a caller needs only the id of the largest logit of each row, and no other logits.
+    If so, `probs` would return a point mass at this id, and no other logits are needed.
     """
     return params.greedy and only_filters(params, bad_word_ids)
 
@@ -376,7 +376,7 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 
 
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
-    """Return the indices of the fewest largest logits whose softmax probabilities sum to top_p (Holtzman 2020).
+    """Return the indices of the largest logits, as few as have a softmax probability of top_p together (Holtzman 2020).
 
     values: logits, the largest 0; the softmax is over `values` alone. width: the number of ids in the row. Only logits
     above a threshold are sorted. The threshold is lowered until these logits have enough probability. So of 100,000

@@ -179,7 +179,7 @@ class PhiloxCoins:
     def _known(self, probs: Probs, depth: int, *, shares_noise: bool, purpose: int) -> int | None:
         """Return the id that the device holding `probs` has already drawn with these coins at `depth`; else None.
 
-        shares_noise: whether the id must come from the noise of `pick`. purpose: otherwise, the purpose of the draw.
+        shares_noise: whether the draw uses the noise of `pick`. purpose: the purpose of a draw that does not.
         """
         if probs.afar is None or probs.afar.token < 0:
             return None
@@ -345,9 +345,9 @@ def _pick(probs: Probs, seed: int, position: int) -> int:
 def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
     """Return the id with the smallest time -log u / weight (float64), the lowest id on ties; None for invalid weights.
 
-    The times of likely ids are computed first. Let t be the smallest of these times. Another id can win only if
-    -log u <= weight * t. Since -log u >= 1 - u, an id with 1 - u > weight * t cannot win, and its logarithm is not
-    computed.
+    The times of likely ids are computed first. Let t be the smallest of these times. Another id has no larger time only
+    if -log u <= weight * t. Since -log u >= 1 - u, an id with 1 - u > weight * t has a larger time, and its logarithm
+    is not computed.
     """
     if _no_probs(weights):
         return None

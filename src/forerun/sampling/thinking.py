@@ -1,4 +1,4 @@
-"""A limit on the number of reasoning tokens: counts the tokens, and applies the request's grammar after the reasoning.
+"""Limits the number of reasoning tokens of a request, and applies the request's grammar after the reasoning.
 
 Reasoning may consist of any tokens, so the grammar does not read them. Once the reasoning has reached the limit, only
 the token that closes the reasoning is allowed. The grammar reads the output from this closing token on.
@@ -88,7 +88,7 @@ class Counting:
         return Allowed(bits, place.opens if np.count_nonzero(bits) == 1 else None)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether no token can follow `committed` and `drafted`, because the grammar is complete."""
+        """Return whether no token can follow `committed` and `drafted`, because the grammar ends there."""
         place = self._place(committed, drafted)
         walk, path = self._walk(place.begin, committed, drafted)
         return place.left is None and walk is not None and walk.is_over(committed, path)

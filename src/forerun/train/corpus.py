@@ -64,7 +64,7 @@ class Corpus:
     bench: tuple[Document, ...]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 over split names, paths and texts. It is equal exactly for equal data."""
+        """Return the SHA-256 over split names, paths and texts. Two corpora with equal data have equal fingerprints."""
         digest = hashlib.sha256()
         for name in ("train", "validation", "bench"):
             for document in getattr(self, name):
