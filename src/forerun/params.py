@@ -315,7 +315,7 @@ class SamplingParams:
         kind=TEXTS,
         takes=list[str],
         panel="Structured output",
-        python="texts of which the output must be one",
+        python="texts; the output must be one of them",
     )
     grammar: str | Thinking | None = option(
         None,

@@ -33,7 +33,7 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 class Field:
     """One field of a body. A field without a schema is never honoured.
 
-    neutral: the permitted values, none of which has an effect. inert: whether every value is accepted, because no
+    neutral: the permitted values, all without an effect. inert: whether every value is accepted, because no
     answer depends on the field. why: the reason for `neutral` or `inert`; for a required field, the message to a client
     that leaves out the field. is_noted: whether the field is ignored, and listed as ignored in the answer. is_read:
     whether the API's own reader checks the field.

@@ -68,7 +68,7 @@ def save(tokens: Ints, out: Path, fingerprint: str) -> None:
 def suffix_array(tokens: Ints) -> Ints:
     """Return the starts of all suffixes of `tokens` [n] in lexicographic order of the suffixes.
 
-    A suffix comes before the longer suffixes of which it is a prefix. The suffixes are sorted by prefix doubling
+    A suffix comes before all longer suffixes that begin with it. The suffixes are sorted by prefix doubling
     (Manber, Myers 1993). Sorting by the first h tokens gives each suffix a rank. Then suffixes with equal ranks are
     sorted by the rank of the suffix that begins h tokens later. So all suffixes are sorted by their first 2 h tokens.
     """

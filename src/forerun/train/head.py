@@ -160,7 +160,7 @@ def prepare(
     samples, options = _samples(config, tokenizer.fingerprint)
     if options["weights"] != fingerprint(model):
         warn(
-            f"{config.samples} was written with other weights than those of {checkpoint.name}: go on only where both "
+            f"{config.samples} was written with other weights than {checkpoint.name} has: go on only where both "
             "are one model, such as in other bits"
         )
     name, module, method_options = heads.load(config.method, model.config)

@@ -76,7 +76,7 @@ class ModelShape:
     family: str = option(
         "llama",
         "llama; gpt2: layer norms, GELU, biases, learned positions (seq-len-tokens of them); qwen3_moe, a mixture of "
-        "experts; or qwen3_5_text, of whose layers every fourth has attention and the others keep a state",
+        "experts; or qwen3_5_text, in which every fourth layer has attention and the others keep a state",
         choices=tuple(SIZES),
     )
     num_experts: int = option(0, "of a mixture: experts of a layer, each of ffn-size", flag="--experts")

@@ -93,7 +93,7 @@ class Probs:
 
 
 class Afar:
-    """A distribution in the memory of a device, of which the host knows some probabilities and one drawn id.
+    """A distribution in the memory of a device, with some probabilities and one drawn id known to the host.
 
     fetch() -> [V] copies the weights to the host, where they are then kept. chances: the probabilities of some ids.
     draw: the settings with which the device drew an id. token: the drawn id; below 0 = the device could draw no id.

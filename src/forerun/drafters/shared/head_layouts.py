@@ -113,7 +113,7 @@ class Published:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """All entries of config.json and its `eagle_config` that are not null. Those of config.json take precedence."""
+        """All entries of config.json and its `eagle_config` that are not null. config.json takes precedence."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:

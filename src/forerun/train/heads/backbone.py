@@ -47,7 +47,7 @@ class BackboneOptions:
     """The options for training the target together with its heads."""
 
     backbone: bool = option(False, "train the target along (Medusa-2); OUT/model is then another target")
-    backbone_rate: float = option(0.25, "its learning rate over that of the heads")
+    backbone_rate: float = option(0.25, "its learning rate relative to the heads'")
     heads_weight: float = option(0.2, "weight of the heads' loss beside its own")
     heads_first: float = option(0.3, "first share of the steps, in which heads learn alone")
 

@@ -55,7 +55,7 @@ class Options:
     depth: int = option(2, "layers of its own", min=1, max=32)
     block: int = option(6, "rows of a pass: one more than tokens it guesses", min=2)
     draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
-    decay: float = option(0.8, "weight of a place's loss over that of the place before")
+    decay: float = option(0.8, "weight of a place's loss relative to the place before")
     every: int = option(4, "tokens from one block that is learned to the next", min=1)
     loss: str = option("kl", losses.HELP)
 

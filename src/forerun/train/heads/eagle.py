@@ -59,7 +59,7 @@ class Learning:
     draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
     steps: int = option(4, "tokens that it learns to draft one after another", min=1)
     every: int = option(3, "of so many rows one goes on with its own; those rows take most of the time", min=1)
-    decay: float = option(0.8, "weight of a step's loss over that of the step before")
+    decay: float = option(0.8, "weight of a step's loss relative to the step before")
     loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class Options(BackboneOptions):
     heads: int = option(4, "heads, one for each token ahead", min=1, max=16)
     blocks: int = option(1, "residual blocks of a head", min=1, max=8)
     draft_vocab: int = option(8192, "ids that are drafted, those that the target wrote most often", min=2)
-    decay: float = option(0.8, "weight of a head's loss over that of the head before")
+    decay: float = option(0.8, "weight of a head's loss relative to the head before")
     loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class Options:
 
     vectors: int = option(4, "look-ahead vectors, one for each token ahead", min=1, max=16)
     every: int = option(16, "tokens from one place of a text that is learned to the next", min=1)
-    decay: float = option(0.8, "weight of a vector's loss over that of the one before")
+    decay: float = option(0.8, "weight of a vector's loss relative to the vector before")
     loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:
