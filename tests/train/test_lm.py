@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forerun.errors import BadOption
 from forerun.text import tokenizer as text_tokenizer
-from forerun.train import batches, lm, loop
+from forerun.train import batches, card, lm, loop
 from forerun.train.config import TrainConfig
 from forerun.train.corpus import Document
 from forerun.train.model import deepen, initial_weights
@@ -55,6 +55,15 @@ def test_tiny_run_lowers_the_loss(tiny: Make, curves: None) -> None:
 
 def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
     check_resumed(tiny("whole"), tiny("parts"), interrupt, 17)
+
+
+def test_a_card_says_what_the_runs_were_given(tiny: Make) -> None:
+    runs = [tiny(f"run {seed}", seed=seed, steps=2, seq_len_tokens=16) for seed in (3, 5)]
+    for config in runs:
+        lm.train(config, quiet=True)
+    target, draft = ([config.out] for config in runs)
+    assert "| longest context, tokens (trained on 16) |" in card.model_table(target, draft)
+    assert f"Seeds 3 and 5, torch {torch.__version__}, CPU, float32." in card.stage_section(target, draft)
 
 
 def test_gradients_are_clipped_before_they_are_used(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

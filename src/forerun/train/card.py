@@ -109,7 +109,10 @@ def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
         ),
         ("feed-forward width", [s["ffn_size"] for s in shapes]),
         ("vocabulary", [s["vocab_size"] for s in shapes]),
-        ("longest context, tokens (trained on 512)", [s["max_positions"] for s in shapes]),
+        (
+            f"longest context, tokens (trained on {_values(runs, 'seq_len_tokens')})",
+            [s["max_positions"] for s in shapes],
+        ),
         ("weights, bfloat16, bytes", [f"{size:,}" for size in sizes]),
         ("tokens trained on", [f"{n:,}" for n in tokens]),
         ("validation loss, nats per token", [f"{final(run)['validation_loss']:.4f}" for run in runs]),
@@ -170,8 +173,8 @@ def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     named = [(name, f) for name, folders in (("target", target_stages), ("draft", draft_stages)) for f in folders]
-    for name, folder in named:
-        run = read_run(folder)
+    runs = [read_run(folder) for _, folder in named]
+    for (name, _), run in zip(named, runs, strict=True):
         options, last = run["options"], last_numbers(run)
         measured = [
             f"{last[key]:.4f}" if key in last else "" for key in ("validation_loss", "kl", "alpha", "agreement")
@@ -181,7 +184,12 @@ def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
             f"{options['tokens_per_step']:,} | {options['lr']:g} | {last['elapsed_s'] / 3600:.2f} | "
             f"{' | '.join(measured)} |\n"
         )
-    return f"{text}\nSeeds 0 and 1, torch {run['torch']}, CPU, float32.\n"
+    return f"{text}\nSeeds {_values(runs, 'seed')}, torch {_values(runs, 'torch')}, CPU, float32.\n"
+
+
+def _values(runs: Seq[dict[str, Any]], name: str) -> str:
+    """Return the different values that runs have of an entry or an option, joined by 'and'."""
+    return " and ".join(sorted({str({**run, **run["options"]}[name]) for run in runs}))
 
 
 def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
