@@ -1,4 +1,4 @@
-"""The picture of `forerun bench methods`: each way of drafting with its speed-up over all and on each kind of work.
+"""The picture of `forerun bench methods`: the speed-ups of each way of drafting, over all kinds of work and on each.
 
 Drawing needs matplotlib.
 """

@@ -161,8 +161,9 @@ class SuitePlan(Plan):
     """The options of `forerun bench suite`.
 
     drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run; None
-    = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: the most runs
-    of a kind of work. A kind is run again while its two runs with plain decoding differ, see suite.py.
+    = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: how many times
+    a kind of work is measured at most. In each measurement, plain decoding answers every conversation twice. If the
+    speeds of the two answers differ by more than suite.NOISE (in the median), the kind is measured again.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")

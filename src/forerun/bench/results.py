@@ -160,7 +160,7 @@ class Ceiling:
 
     @property
     def tokens_per_s(self) -> float:
-        """The largest number of tokens per second that this memory allows without speculation."""
+        """The largest number of tokens per second without speculation, at the bandwidth `bytes_per_s`."""
         return self.bytes_per_s / self.bytes_per_pass
 
 

@@ -1,4 +1,4 @@
-"""The engine of `forerun tune`. It has all drafters over the same target, so that ways differ only in drafting."""
+"""The engine of `forerun tune`. It has all drafters over one target, so that measurements differ only in drafting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
 
 @dataclass
 class TuningEngine:
-    """One engine with all candidate drafters, and the prompts in groups. All ways run each group in turns."""
+    """One engine with all candidate drafters, and the prompts in groups.
+
+    A way to draft is a drafter with a draft length (tune_results.Way). All ways run a group of prompts one after
+    another, before the next group. candidates: the specs of the drafters. groups: each prompt's ids and parameters.
+    """
 
     llm: LLM
     plan: TunePlan
@@ -137,9 +141,11 @@ class TuningEngine:
         )
 
     def once(self, way: Way, group: int, salt: str, tally: Tally, *, detail: bool = False) -> None:
-        """Run one group of prompts in one way, and add the measurements to `tally`.
+        """Run one group of prompts with the drafter and draft length of `way`, and add the measurements to `tally`.
 
-        Raises InternalError where the drafter fails.
+        group: the index of the group. salt: a drafter learns only from other runs with the same salt. detail: whether
+        the reports of steps contain `rounds` (drafts and accepted tokens). Raises InternalError where the drafter
+        fails.
         """
         engine = self.llm.engine
         if way.spec_length is None:
@@ -156,7 +162,10 @@ class TuningEngine:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Write a few tokens for the first group in one way, and measure the pass times that the way's pacing needs."""
+        """Write a few tokens for the first group of prompts, with the drafter and draft length of `way`.
+
+        Then measure the pass times that the pacing policy needs.
+        """
         kept = self.groups
         self.groups = [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))

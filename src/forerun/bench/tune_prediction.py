@@ -331,9 +331,9 @@ class Predictor:
 
     @cached_property
     def rest_per_token_s(self) -> float:
-        """The seconds outside of passes and drafting that each further emitted token of a step takes.
+        """The seconds per further token that a step takes beyond a plain step, without the target's pass and drafting.
 
-        Further tokens are all tokens of a step beyond one for each sequence.
+        Further tokens are the emitted tokens of a step beyond one for each sequence. 0 if there are none.
         """
         more = fmean(step.num_emitted for step in self.steps) - self.num_together
         return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0

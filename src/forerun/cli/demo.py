@@ -45,7 +45,10 @@ FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n   
 
 @dataclass(frozen=True)
 class Scene:
-    """One text that is written twice. asked: the prompt, as it is shown. is_chat: whether `asked` is a chat message."""
+    """A prompt that the model answers twice: once with plain decoding, and once with speculation.
+
+    asked: the prompt, as it is shown. is_chat: whether `asked` is a chat message; if not, the model continues it.
+    """
 
     title: str
     asked: str

@@ -60,7 +60,10 @@ def of_ollama(words: Seq[str]) -> str | None:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each command, as a user types it, and the command itself."""
+    """Yield a command and all commands below it, each with its path.
+
+    command: click's object of the command. path: the words with which a user types it, such as "forerun bench".
+    """
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")

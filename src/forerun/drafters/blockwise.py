@@ -2,10 +2,12 @@
 
 One feed-forward layer with k outputs reads the target's last hidden state. Each output is added to this hidden state,
 and the sum goes to the target's LM head (section 6 of the paper). Output i, counted from 1, guesses the token i places
-after the next token. The pass that verifies one block also gives the hidden state for guessing the next block. In the
-paper the block itself is decoded, and the base model is trained together with the layer. Here the block is a draft for
-an unchanged target, so any verification rule may judge the block. `forerun train head --method blockwise` trains the
-layer.
+after the next token. The pass that verifies one block also gives the hidden state for guessing the next block.
+
+In the paper, the layer and the base model are trained together as one model, and a guess is accepted if this model
+would choose it greedily. Here the target stays unchanged, and the k guesses are a draft that any verification rule may
+judge.
+`forerun train head --method blockwise` trains the layer.
 """
 
 from __future__ import annotations

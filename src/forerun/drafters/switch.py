@@ -286,7 +286,10 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the first `num_nodes` nodes of one sequence's draft. If nodes are cut off, extra rows are cut off, too."""
+    """Return the first `num_nodes` nodes of one sequence's draft.
+
+    If at least one node is removed, all extra rows of the draft are removed as well.
+    """
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])

@@ -32,9 +32,9 @@ Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
 class BeamSearch:
     """Holds the beam search of one request.
 
-    seq: the sequence to which the tokens that all live beams share are committed. outputs: the requests that get the
-    best texts, best first. ends: see Search. fed: the nodes without a cache row that this pass runs. guesses: the
-    drafted nodes of this pass. num_levels: the number of levels of `guesses`.
+    seq: the sequence of the search. It commits only the tokens that all live beams share. outputs: the requests that
+    get the best texts, best first. ends: see Search. fed: nodes of live beams that have no cache row yet, and that this
+    pass runs. guesses: the drafted nodes of this pass. num_levels: the number of levels of `guesses`.
     """
 
     def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:

@@ -143,7 +143,8 @@ class Fair:
     def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
         """Return the time limit of a step with `num_decoding` decoding requests; None = there is no limit.
 
-        others: the seats of the other engines on the device.
+        others: the records (turns.Seat) of the other engines on the device, with the number of their decoding requests,
+        the usual time of their steps, and their time limits.
         """
         usual = self._usual.get(num_decoding)
         num_reading = 1 + sum(seat.is_reading for seat in others)

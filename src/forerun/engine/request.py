@@ -143,9 +143,10 @@ class RequestReport:
     ) -> None:
         """Add the counts of one round.
 
-        depth: the number of positions in the draft, which is the number of nodes on its longest path. num_rows: the
-        number of rows of this request in the target's pass. num_emitted: the number of emitted tokens; None =
-        num_accepted + 1.
+        num_drafted: the number of nodes in the draft. depth: the number of nodes on the draft's longest path.
+        num_accepted: the number of accepted nodes. num_tested: the number of positions at which at least one node was
+        tested, so num_accepted, or one more if the last test was a rejection. num_rows: the number of rows of this
+        request in the target's pass. num_emitted: the number of emitted tokens; None = num_accepted + 1.
         """
         self.num_steps += 1
         self.num_rows += num_rows

@@ -266,6 +266,7 @@ class Router(Drafter):
         """Return the draft of the drafter `name`, without tokens that cannot be accepted (cutting.py).
 
         If the drafter fails, the draft is empty. A drafter that drafts more nodes than its budget has failed, too.
+        coins: for each sequence, the random numbers with which the drafter draws tokens.
         """
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):

@@ -243,7 +243,11 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def add(self, job: Callable[[], bool]) -> None:
-        """Make the writing thread call `job` each time the thread wakes, and again until `job` returns False."""
+        """Let the writing thread call `job` from now on: after each `wake`, and at least once a second.
+
+        `job` writes a little and returns whether more is to be written. While any job returns True, the thread calls
+        all jobs again at once.
+        """
         self._jobs.append(job)
 
     def wake(self) -> None:

@@ -169,7 +169,7 @@ def carry(blocks: Iterable[Carried], num_bytes: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove both files of a segment, the entries first."""
+    """Remove both files of a segment: first the file of entries, then the file of rows. A missing file is no error."""
     for ending in (ENTRIES, ROWS):
         path.with_suffix(ending).unlink(missing_ok=True)
 

@@ -270,7 +270,10 @@ class BlockTables:
         return taken
 
     def publish_awaited(self, slot: int, blocks: Mapping[Key, int]) -> None:
-        """Publish blocks that `await_blocks` took, after their rows were written, and end the slot."""
+        """Publish the blocks that `await_blocks` took and whose rows are written now, then release the slot.
+
+        blocks: these blocks, by prefix key. Blocks whose rows were not written are left out, and become free.
+        """
         for key, block in blocks.items():
             self._prefixes.publish(key, block)
         BlockTables.release(self, slot)
@@ -341,10 +344,10 @@ class BlockTables:
         return self.missing_blocks(slot, num_tokens) <= self._num_available()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Take blocks for a run of `num_tokens` rows: free blocks first, then evictable blocks, longest unused first.
+        """Take the blocks that a slot still lacks for a run of `num_tokens` rows, each block as `_take` does.
 
-        Blocks that the run does not see are given back first. If the pool is exhausted, raises CapacityError and takes
-        no block.
+        Before that, the slot gives back the blocks that no row of the run sees, because they lie before the sliding
+        window. Raises CapacityError if there are too few blocks; then none is taken.
         """
         entry = self._slots[slot]
         missing = self.missing_blocks(slot, num_tokens)
@@ -408,7 +411,7 @@ class BlockTables:
         return copy
 
     def _take(self) -> int:
-        """Take a free block for one user. If no block is free, evict the longest unused block.
+        """Take a free block for one user. If no block is free, evict a block (`PrefixIndex.evict`).
 
         A block is also evicted where the next free block was never written, and `touched_blocks` blocks have been
         written already.

@@ -300,10 +300,11 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """Holds the values of the last residual dimension. The docstring of the module explains c and n.
+    """Holds the values of the last residual dimension, which gives new ids probability 0.
 
-    carried: c, the value of the residual stream in this dimension. norm_weight: the final norm's weight for this
-    dimension. new_id: -n, the value in the rows of new ids in the LM head.
+    carried: the constant value of the residual stream in this dimension (c in the module's docstring). norm_weight: the
+    final norm's weight for this dimension. new_id: the negative value in this dimension of the LM head's rows of new
+    ids (-n in the module's docstring).
     """
 
     carried: float

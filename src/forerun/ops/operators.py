@@ -55,7 +55,7 @@ class Operators:
 
     @property
     def build(self) -> str:
-        """The name of the build, for reports: bitwise equality and measured speeds hold for this build alone."""
+        """The name of the build, for reports. Bitwise equality and measured speeds hold only within one build."""
         return self.name
 
     @property

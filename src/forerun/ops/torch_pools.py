@@ -113,7 +113,11 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
 
 
 def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str, device: str) -> dict[int, StatePool]:
-    """Allocate the states and inputs of recurrent layers. Raises CapacityError without enough memory."""
+    """Allocate the pool of each recurrent layer, and return the pools by the index of the layer.
+
+    A StatePool holds states, and inputs of the tokens after a state. room: the number of states and of input rows of
+    each layer; None = return no pools. Raises CapacityError without enough memory.
+    """
     if room is None:
         return {}
     input_type = torch_dtype(inputs_of(dtype))

@@ -117,8 +117,8 @@ class Aside:
     def _ask(self, job: _Job) -> Any:
         """Send a job to the process and return the result. If the process ends, repeat the job once in a new process.
 
-        Raises Refused after MOST_SECONDS, BadOption if a grammar takes too much, and InternalError if the process ends
-        again.
+        Raises Refused if the job takes more than MOST_SECONDS. Raises BadOption if compiling a grammar takes too much
+        CPU time or memory. Raises InternalError if the process ends a second time.
         """
         for is_again in (False, True):
             try:

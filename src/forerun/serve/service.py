@@ -66,7 +66,10 @@ class Service:
         self._going: set[Generation] = set()
 
     def text_options(self, others: Seq[str] = ()) -> TextOptions:
-        """Return the options for reading bodies of this model. others: the names of the server's other models."""
+        """Return the facts about this model that are needed to read the bodies of HTTP requests to it.
+
+        others: the names of the server's other models.
+        """
         return TextOptions(
             self.llm.tokenizer.folder,
             self.names,

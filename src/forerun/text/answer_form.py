@@ -289,10 +289,10 @@ def _behind(rules: Rules, rest: str, thought: Thought) -> str:
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """Return the grammar of an answer that begins where the reasoning is closed. closing: the token id that closes it.
+    """Return the grammar of an answer from the token that closes the reasoning on, this token included.
 
-    If the prompt has not opened the reasoning, an answer without reasoning is allowed, too. rest: the rule for the
-    answer after the reasoning.
+    If the prompt has not opened the reasoning, the grammar also allows an answer that consists of `rest` alone. rest:
+    the rule for the answer after the reasoning. closing: the id of the token that closes the reasoning.
     """
     behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
     rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind

@@ -42,7 +42,8 @@ class Anchor:
     def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
         """Make an anchor from an entry of `spec`: one or several texts under `name`, or a regex under `name`_pattern.
 
-        Returns None if `spec` has neither entry. Raises UnsupportedModel for a regex that does not begin with a text.
+        Returns None if `spec` has neither entry. Raises UnsupportedModel for a regex that does not begin with literal
+        characters, after optional white space.
         """
         texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
         if pattern is not None:

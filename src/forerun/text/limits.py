@@ -31,7 +31,11 @@ class Budget:
         self._num_steps, self._num_characters, self._end_s = 0, 0, time.thread_time() + MAX_CPU_S
 
     def step(self, num_characters: int = 0) -> None:
-        """Count one step and its characters. Characters that can be foreseen are counted before the step is done."""
+        """Count one step of a template, such as a call or a loop's iteration.
+
+        num_characters: the characters that the step counts as. If they are known beforehand, the caller calls this
+        method before the step runs, so that too large a step is never run.
+        """
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise TooMuch(f"takes more than {MAX_STEPS:,} steps")

@@ -135,10 +135,11 @@ def make(
 def steps_for(
     config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float], prepared_from_s: float
 ) -> int:
-    """Return how many training steps fit into the remaining time, at most MOST_PASSES passes over the samples.
+    """Return how many training steps fit into the time that is left, at most MOST_PASSES passes over the samples.
 
-    A few steps are timed for this, without changing weights. prepared_from_s: the time on `clock` at which the
-    preparation of the training began.
+    The time that is left is `config.hours` without the time of sampling and of preparing the training, but at least
+    the share LEAST_SHARE of `config.hours`. A few steps are timed, without changing weights, to learn how long a step
+    takes. prepared_from_s: the time on `clock` at which the preparation of the training began.
     """
     for weight in task.weights.values():
         weight.requires_grad_(True)

@@ -74,8 +74,8 @@ def read(raw: Raw) -> Spec:
 def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapping[str, str] | None = None) -> Spec:
     """Return the spec of a model with BART's layers. Raises as `read`.
 
-    embed_norm: the norm after the embedding; None = no norm. again: further keys that only repeat other keys, see
-    `configs.understood`.
+    embed_norm: the norm after the embedding; None = no norm. again: maps each further key of config.json that only
+    repeats another key to that other key, as AGAIN does.
     """
     norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
     for key, wanted in norms.items():

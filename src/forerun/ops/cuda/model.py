@@ -453,10 +453,10 @@ class CudaModel(TorchModel):
         return rows_alike(batch, tables, cache.block_tokens, lengths, self.place)
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
-        """Copy the plan of `_rows_of_sources` to the device, padded to the size of a graph.
+        """In a model with an encoder, copy to the device which encoder rows each row of a pass attends to.
 
-        rows, runs: the size of the graph. Returns the plan, and the part of the graph's key that depends on the plan.
-        If there is no encoder, both are None.
+        The copy is padded to the size of a CUDA graph: `rows` rows and `runs` sequences. Returns the copy as Rows, and
+        the part of the graph's key that depends on the sizes of the copy. If there is no encoder, both are None.
         """
         if self.encoder is None:
             return None, None

@@ -145,7 +145,10 @@ class CudaOps(ReferenceOps):
 
     @property
     def build(self) -> str:
-        """The version of Triton, and the card: bitwise equality and measured speeds hold for these two alone."""
+        """The version of Triton and the name of the card.
+
+        Results are bitwise equal, and measured speeds are valid, only with the same version on the same card.
+        """
         import triton
 
         card = "interpreter" if interprets() else torch.cuda.get_device_name()

@@ -134,7 +134,10 @@ class SteppingHead:
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features [S, L, H] for the next step. stream [S, L, H]: the residual stream after the layer."""
+        """Return the features [1, n, H] that the head reads in the next drafting step.
+
+        stream [1, n, H]: the residual stream of n rows after the head's layer.
+        """
         return stream
 
     @torch.no_grad()

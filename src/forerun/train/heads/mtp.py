@@ -76,7 +76,10 @@ class Head(SteppingHead):
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features for the next step: the residual stream after the block's norm."""
+        """Return the features [1, n, H] that the block reads in the next drafting step: `stream` after the norm.
+
+        stream [1, n, H]: the residual stream of n rows after the block's layer, before the block's norm.
+        """
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
