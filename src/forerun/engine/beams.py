@@ -82,7 +82,7 @@ class BeamSearch:
     # -------------------------------------------------------------------------------------------------------- propose
 
     def begin(self, limit: int, levels: int) -> None:
-        """Choose the nodes without a cache row that this pass runs, and begin a new draft.
+        """Choose which of the nodes without a cache row this pass runs, and begin a new draft.
 
         limit: how many rows the pass may have beyond `num_rows`. levels: how many levels the draft should have.
         """

@@ -41,7 +41,7 @@ _Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited |
 
 
 def philox_coins(seq: Sequence) -> Coins:
-    """Return the random decisions (coins) of a sequence's next round.
+    """Return the random numbers (coins) of a sequence's next round.
 
     The coins depend only on the request's seed, the position and the round.
     """
@@ -50,7 +50,7 @@ def philox_coins(seq: Sequence) -> Coins:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Holds a listener. detail: whether the listener wants reports with `rounds`."""
+    """Holds a listener. detail: whether the listener wants `StepReport.rounds`, the details of each round."""
 
     listener: Listener
     detail: bool
@@ -122,7 +122,8 @@ class Engine:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport. Returns a function that ends these calls.
 
-        detail: whether the reports contain `rounds`. An error in a listener is raised again at the end of `step`.
+        detail: whether the reports contain `rounds`, with the drafted tokens, probabilities and tests of each round. An
+        error in a listener is raised again at the end of `step`.
         """
         entry = _Entry(listener, detail)
         self._listeners.append(entry)
@@ -165,7 +166,8 @@ class Engine:
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
         """Return the requests for the params.n outputs of a beam search.
 
-        The `searcher` of each of these requests is the request that runs the search.
+        The `searcher` of each of these requests is the request that runs the search. seed: the seed of the request.
+        texts: the bad words and the prediction as token ids, and the grammar.
         """
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()

@@ -109,7 +109,7 @@ class Fair:
         return self._turns.turn(self.seat)
 
     def plan(self, num_decoding: int, *, is_reading: bool) -> None:
-        """Record the next step in the engine's seat, which other engines read.
+        """Record facts about the next step in the engine's Seat, the record that other engines read.
 
         num_decoding: how many requests decode. is_reading: whether there are prompts to run.
         """
@@ -118,7 +118,10 @@ class Fair:
         self.seat.usual_s = None if usual is None else usual.seconds
 
     def left(self, num_running: int) -> None:
-        """Update the engine's seat after a request has left the batch. num_running: how many requests still run."""
+        """Update the engine's Seat (turns.py) after a request has left the batch.
+
+        num_running: how many requests still run.
+        """
         self.seat.num_streams = min(self.seat.num_streams, num_running)
         self.seat.is_reading &= num_running > 0
 

@@ -342,8 +342,9 @@ class LLM:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport. Returns a function that ends these calls.
 
-        detail: whether the reports contain `rounds`. The engine's thread calls the listener inside a step. If the
-        listener raises an error, the error is logged and the listener is not called again.
+        detail: whether the reports contain `rounds`, with the drafted tokens, probabilities and tests of each round.
+        The engine's thread calls the listener inside a step. If the listener raises an error, the error is logged and
+        the listener is not called again.
         """
 
         has_failed, end = False, _nothing  # a step may call it before `engine.listen` has returned
@@ -472,7 +473,7 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
     """Yield the chunk that a step added to a request. Yields nothing for a step without new tokens.
 
     If the request has ended, its last chunk is yielded even without new tokens, and its reader is removed from
-    `readers`.
+    `readers`. mark: the progress of the request after the step.
     """
     chunk = readers[request].chunk(mark)
     if mark.finish_reason is not None:

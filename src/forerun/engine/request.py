@@ -323,20 +323,21 @@ class Request:
         """Return the Run of the request in the next pass: the last committed token, then the draft.
 
         best_only: whether the pass can return the likeliest token of each row instead of logits. The Run asks for this
-        if the request needs no logits. coins: the random decisions of this round, with which the device may draw
-        tokens; None = the device must not draw.
+        if the request needs no logits. coins: the random numbers of this round, with which the device may draw tokens;
+        None = the device must not draw.
         """
         raise NotImplementedError
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
         """Decide which drafted tokens are accepted, and which token follows. No token is committed.
 
-        The request's run is run b of `scores`.
+        scores: the results of the pass, in which run b belongs to this request. coins: the random numbers of this
+        round, with which the verification rule decides.
         """
         raise NotImplementedError
 
     def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
-        """Count the round in the report, and append the tokens that `verdict` has decided."""
+        """Count the round in the report, and append the tokens that `verdict` has decided for sequence b."""
         raise NotImplementedError
 
     def judged_rows(self) -> Seq[Probs | None]:
@@ -348,7 +349,7 @@ class Request:
         return ()
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the token that follows the accepted nodes of a round, for the details that listeners get."""
+        """Return the token that follows the accepted nodes of sequence b, for the details that listeners get."""
         return verdict.next_tokens[b]
 
     def detail(
@@ -357,7 +358,8 @@ class Request:
         """Return the details of a round that is judged but not yet committed.
 
         The details number the nodes of this sequence from 0. granted: the number of nodes that the pacing policy
-        granted. tosses: the coins of the round. pacing: facts of the pacing policy.
+        granted. tosses: the random decisions of the verification rule in this round, each with its probability and its
+        random number. pacing: facts of the pacing policy.
         """
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]

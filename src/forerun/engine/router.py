@@ -173,7 +173,8 @@ class Router(Drafter):
         """Return the drafters' drafts with forced tokens added: tokens that grammars dictate before or after a draft.
 
         Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
-        committed, and the drafter's cache of these tokens stays valid. held: the result of `_held`.
+        committed, and the drafter's cache of these tokens stays valid. coins: for each sequence, the random numbers
+        with which its drafter draws tokens. held: the result of `_held`.
         """
         asked = list(seqs)
         own_coins = list(coins)
@@ -201,7 +202,8 @@ class Router(Drafter):
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
         """Map indices of sequences to the tokens that their grammars force after the committed tokens.
 
-        Sequences without forced tokens are left out. held: the result of `_held`.
+        Sequences without forced tokens are left out. coins: random numbers, which are only passed on to the drafter.
+        held: the result of `_held`.
         """
         clock = time.perf_counter()
         budget = Budget(list(held.values()), 0)
@@ -244,7 +246,8 @@ class Router(Drafter):
     ) -> Draft:
         """Let each drafter draft for its sequences, and join the drafts. Sequences without a drafter get no nodes.
 
-        groups: the result of `_groups`. clock: the time at which drafting began.
+        coins: for each sequence, the random numbers with which its drafter draws tokens. groups: the result of
+        `_groups`. clock: the time at which drafting began.
         """
         step = DraftStep()
         parts = [Draft.empty(1)] * len(seqs)

@@ -77,7 +77,7 @@ class SampledRequest(Request):
         """Return a copy of `run` that lets the device draw the tokens.
 
         The copy has, for each row, the settings of the draw, and the token ids whose probabilities the verification
-        rule will read.
+        rule will read. coins: the random numbers of the round, from which the settings take the seed and the position.
         """
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)

@@ -182,7 +182,8 @@ class Scheduler:
         """Record how many tokens the first prompt in rank is owed.
 
         The number grows by one token for every three tokens that other prompts run in this step, and falls by the
-        tokens that the first prompt runs. It is 0 if the first prompt runs as many tokens as it may.
+        tokens that the first prompt runs. It is 0 if the first prompt runs as many tokens as it may. offers: the result
+        of `_offers`. takes: the number of prompt tokens that each request runs in this step.
         """
         first = offers[0][0]
         most = next(most for request, _, most in offers[1:] if request is first)
@@ -194,7 +195,8 @@ class Scheduler:
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
         """Choose the requests whose encoder input runs in this step.
 
-        Returns these requests, the requests whose encoder input runs later, and the remaining budget of tokens.
+        Returns these requests, the requests whose encoder input runs later, and the remaining budget of tokens. stands:
+        the running requests, each with the Room of its slot. budget: how many tokens the encoder may run.
         """
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()

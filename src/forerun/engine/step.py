@@ -57,8 +57,8 @@ class _Laps:
 class Stepper:
     """Runs the steps of an engine.
 
-    coins(seq): returns the random decisions of the next round of a sequence. wants_detail: whether reports need
-    `rounds`.
+    coins(seq): returns the random numbers of the next round of a sequence. wants_detail: whether reports need `rounds`,
+    the details of each round.
     """
 
     runner: Runner
@@ -71,9 +71,9 @@ class Stepper:
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
         """Run one step and return its report. Each decoding request gets at least one token, except beam searches.
 
-        schedule_s: the seconds since the last report that planning and listeners took, for the report. Raises
-        RequestFailed if a request cannot go on, for example because masks forbid every token. Then no tokens are
-        committed.
+        schedule_s: the seconds that planning and listeners have taken since the last step; the report contains them.
+        Raises RequestFailed if a request cannot go on, for example because masks forbid every token. Then no tokens
+        are committed.
         """
         with self.runner.model.ops.alone():
             return self._step(plan, schedule_s)
@@ -110,6 +110,7 @@ class Stepper:
         """Return a draft within the limits of the plan, and the number of nodes that pacing granted to each request.
 
         Before drafting, drafters run the prompt chunks of this step, if the pacing policy wants this (`_catch_up`).
+        coins: for each decoding request, the random numbers with which its drafter draws tokens.
         """
         self._catch_up(plan)
         seqs = [request.seq for request in plan.decode]
@@ -155,7 +156,7 @@ class Stepper:
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
         """Return the drafters' budget. The policy's `go_on` and `go_behind` are used only if the policy overrides them.
 
-        granted: the result of `_granted`.
+        granted: the result of `_granted`. catchup_tokens: how many committed tokens the drafters may run to catch up.
         """
         budget = Budget(list(granted), catchup_tokens)  # a copy, because drafters may count it down
         budget.limits = list(plan.draft_limits)
@@ -173,7 +174,8 @@ class Stepper:
         """Run one target pass. Its runs are the decoding requests, in the order of the plan, then the prompt chunks.
 
         In an encoder-decoder, the encoder first runs `plan.sources`. The logits are copied to the host if a listener
-        wants details or a drafter reads the likeliest tokens. Otherwise the device draws the tokens, if it can.
+        wants details or a drafter reads the likeliest tokens. Otherwise the device draws the tokens, if it can. coins:
+        the random numbers of each decoding request, with which the device draws.
         """
         draws_rows = self.runner.draws_rows and not self.wants_detail
         if plan.sources and self.runner.sources is not None:
@@ -192,7 +194,10 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def _judge(self, plan: Plan, draft: Draft, scores: Scores, coins: Seq[Coins]) -> Verdict:
-        """Return the verdict on the decoding requests. Raises RequestFailed for a request that cannot be judged."""
+        """Return the verdict on the decoding requests. Raises RequestFailed for a request that cannot be judged.
+
+        coins: the random numbers of each decoding request, with which its verification rule decides.
+        """
         rulings = []
         for b, request in enumerate(plan.decode):
             try:
@@ -209,7 +214,11 @@ class Stepper:
     def _rounds(
         self, plan: Plan, draft: Draft, verdict: Verdict, granted: Seq[int], watched: Seq[WatchedCoins]
     ) -> list[RoundDetail]:
-        """Return the details of each round if listeners asked for details, else []. Call this before the commit."""
+        """Return the details of each round if listeners asked for details, else []. Call this before the commit.
+
+        granted: the result of `_granted`. watched: the coins that recorded each request's random decisions; [] if no
+        listener asked for details.
+        """
         return [
             request.detail(draft, b, verdict, granted[b], coins.tosses, self.pacing.facts(request.seq))
             for b, (request, coins) in enumerate(zip(plan.decode, watched, strict=False))

@@ -76,7 +76,10 @@ class Turns:
         return seat
 
     def beside(self, seat: Seat) -> Seq[Seat]:
-        """Return the seats of the other engines that have taken a turn during the last LAST_TURNS turns of `seat`."""
+        """Return the seats of the other engines that have recently taken a turn.
+
+        Recently means: during the last LAST_TURNS turns of the engine that has the seat `seat`.
+        """
         since = seat.turns[0] if len(seat.turns) == LAST_TURNS else 0
         with self._lock:
             return [other for other in self._seats if other is not seat and other.turns and other.turns[-1] >= since]
