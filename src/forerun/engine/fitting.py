@@ -167,8 +167,8 @@ class Outlines:
         """Return the target and the memory plan of the engine.
 
         If max_seq_len is None and the default context does not fit, sequences of at most 4,096 tokens are planned
-        instead. If they fit, the returned target is opened under the shorter max_seq_len. available, models: as in
-        `plan`.
+        instead. If they fit, the returned target is opened under the shorter max_seq_len. available: the available
+        bytes; None = unknown. models: the models to plan; None = `self.models`.
         """
         plan = self.plan(available, models)
         config = self.opened.config

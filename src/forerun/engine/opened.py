@@ -96,7 +96,8 @@ class Opened:
         """Open the target that a configuration names, or the default model if the configuration names no target.
 
         Options that are impossible for every target raise UserError before a file is opened. Options that contradict
-        the files raise UserError later. has_loaded_draft, config_only: as in the class.
+        the files raise UserError later. has_loaded_draft: whether the caller has loaded a draft model. config_only:
+        whether to read only config.json.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
