@@ -36,7 +36,7 @@ def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
 
 
 class Probes:
-    """Several ways to read a large buffer, called probes. They can run between runs of the measured code.
+    """Functions that read a large buffer, called probes. Callers may run them between measurements of other code.
 
     The fastest probe sets a limit that no kernel may exceed. There are several probes, because a plain loop of loads is
     slower than a kernel that prefetches, and because the fastest probe differs from machine to machine. On a CPU

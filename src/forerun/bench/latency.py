@@ -212,7 +212,10 @@ def _models(config: EngineConfig, plan: LatencyPlan) -> tuple[str, ...]:
 
 
 def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:
-    """Load a draft model given without options, so that all engines share it. Return any other draft unchanged."""
+    """Load a draft model given without options, so that all engines share it. Return any other draft unchanged.
+
+    ignore: entries of the draft model's config.json that are ignored.
+    """
     if isinstance(draft, Checkpoint):
         return draft
     shipped = is_shipped(target.opened.path)

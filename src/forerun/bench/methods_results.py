@@ -212,7 +212,8 @@ def print_results(
     """Print the speed-ups and the tokens per pass for each temperature, and notes on how to read them.
 
     results: the cells and summaries for each measured part of the requests, such as "whole requests"; "" where there is
-    only one part. Each part has a table of speed-ups. ceiling: the limit to compare plain decoding with.
+    only one part. Each part has a table of speed-ups. kinds: the kinds of work, one column each. head: the heading of
+    the first column. ceiling: the limit to compare plain decoding with.
     """
     for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
         begins = f"\nTemperature {temperature:g}"

@@ -1,4 +1,4 @@
-"""Counts the processors that other programs keep busy during a measurement. They make every speed-up smaller."""
+"""Counts the processors that other programs keep busy during a measurement. Such programs reduce every speed-up."""
 
 from __future__ import annotations
 

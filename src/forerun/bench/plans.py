@@ -39,7 +39,7 @@ class Plan:
 
 
 def shape(default: str | None = "none", help: str = f"{SHAPE_HELP}, or none", **about: Any) -> Any:
-    """Make the field for the shape that the target is widened to."""
+    """Make the field for the shape that the target is widened to. about: further arguments of `registry.option`."""
     return option(default, help, **about)
 
 
@@ -144,7 +144,11 @@ class MethodsPlan(Plan):
     def params(
         self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
     ) -> SamplingParams:
-        """Return the parameters of one run. salt: a drafter learns only from other runs with the same salt."""
+        """Return the sampling parameters of one run of a prompt.
+
+        way: the drafter and the rule; None = the engine's choice. salt: a drafter learns only from other runs with the
+        same salt. turn: a number that is added to the seed. ignore_eos: whether the text goes on after an end token.
+        """
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,

@@ -146,7 +146,10 @@ def _title(record: Record) -> str:
 
 
 def _section(number: int, title: str, source: str, record: Record) -> str:
-    """Return the HTML of one record: facts, plot, table, and the whole record as JSON."""
+    """Return the HTML of one record: facts, plot, table, and the whole record as JSON.
+
+    number: the number in the section's id, to which the page's links point. source: the file's name.
+    """
     facts = {"file": source} | {key: record[key] for key in FACTS if record.get(key) not in (None, "")}
     listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(_number(value))}</dd>" for key, value in facts.items())
     picture = picture_of(record)

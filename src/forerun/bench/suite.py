@@ -1,10 +1,10 @@
 """`forerun bench suite`: plain decoding and the default drafting on a public benchmark, prefill included.
 
 Each conversation gets a fresh engine, as a user's first request does. Otherwise drafters that search the text would
-find their earlier answer when the same question is asked again. The ways of drafting take turns in an order that
-rotates, because a shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn. A
-kind of work is run again where the times of these two runs differ by more than `NOISE`. Where the rule must keep the
-text of plain decoding, the two texts are compared.
+find their earlier answer when the same question is asked again. Each conversation is answered with every way of
+drafting and twice with plain decoding, one after another. The order rotates, because a shared machine is faster in one
+minute than in the next. A kind of work is measured again if the speeds of the two plain answers differ by more than
+`NOISE`, in the median over the kind. Where the rule must keep the text of plain decoding, the two texts are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ WARM_UP_TOKENS = 16
 
 @dataclass
 class Run:
-    """The measurements of one way on one conversation. Seconds and tokens are sums over the turns."""
+    """The measurements of one way of drafting on one conversation.
+
+    Seconds and tokens are sums over the turns of the conversation, each of which has one answer.
+    """
 
     conversation: str
     kind: str
@@ -64,7 +67,8 @@ class Run:
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
         """Add the run to a tally.
 
-        is_whole: whether to add the tokens and seconds of whole requests, or only those after each turn's first tokens.
+        is_whole: whether to add the tokens and seconds of whole answers. If False, the tokens and the seconds up to the
+        end of the first step that emits tokens are left out of every answer.
         """
         seconds, num = self.seconds, self.num_tokens
         if not is_whole:
@@ -176,7 +180,7 @@ class Measuring:
         return llm
 
     def params(self, way: Way, temperature: float, number: int) -> SamplingParams:
-        """Return the parameters of a turn. number: the conversation's number, which is added to the seed."""
+        """Return the sampling parameters of an answer. number: the conversation's number, added to the seed."""
         return SamplingParams(
             max_tokens=self.plan.max_tokens,
             temperature=temperature,
@@ -222,9 +226,9 @@ class Measuring:
         return ids + ids[-1:] * (self.plan.max_tokens * (len(conversation.turns) - 1))
 
     def run(self, progress: Progress) -> None:
-        """Run all conversations, up to most_rounds times.
+        """Measure the conversations of every kind of work, each kind up to most_rounds times.
 
-        A kind of work is run again only while the times of its two runs with plain decoding differ too much.
+        A kind is measured again only while plain decoding's two answers to its conversations differ too much in speed.
         """
         kinds = self.suite.kinds
         num_asked = len(self.suite.conversations) * len(self.plan.temperatures) * len(self.ways)
@@ -253,7 +257,10 @@ class Measuring:
     def _ask_all(
         self, conversation: Conversation, number: int, temperature: float, progress: Progress, task: Any
     ) -> None:
-        """Answer a conversation with every way of drafting, and compare the texts with plain decoding's texts."""
+        """Answer a conversation with every way of drafting, and compare the texts with plain decoding's texts.
+
+        number: the conversation's number. task: the task of `progress` to advance.
+        """
         texts = dict[str, list[list[int]]]()
         for way in latency.rotated(self.ways, len(self.runs) // len(self.ways)):
             progress.update(task, description=f"T={temperature:g} {conversation.id} {way.name}")
@@ -273,7 +280,8 @@ class Measuring:
     ) -> Run:
         """Let a new engine answer a conversation turn by turn, and return the measurements.
 
-        most_tokens: the most tokens of an answer; None = the plan's max_tokens.
+        number: the conversation's number, which is added to the seed. most_tokens: the most tokens of an answer; None =
+        the plan's max_tokens.
         """
         asked = Run(conversation.id, conversation.kind, way.name, temperature)
         params = self.params(way, temperature, number)
@@ -299,7 +307,10 @@ class Measuring:
     def _answer(
         self, llm: LLM, ids: list[int], params: SamplingParams, asked: Run, clock: ForwardClock | None
     ) -> tuple[list[int], str]:
-        """Answer one turn, add the measurements to `asked`, and return the answer's token ids and text."""
+        """Answer one turn, add the measurements to `asked`, and return the answer's token ids and text.
+
+        ids: the token ids of the conversation up to this turn. clock: measures the time of the draft model's passes.
+        """
 
         def note(report: StepReport) -> None:
             draft_s = clock.take() if clock is not None else 0.0

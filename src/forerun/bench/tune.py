@@ -98,7 +98,7 @@ def print_use(options: Mapping[str, Any], out: Path | None, console: Console) ->
 
 
 def tuned(bench: TuningEngine, console: Console) -> Found:
-    """Run the three steps, and return all results."""
+    """Probe the drafters, measure the pass times, measure the most promising ways to draft, and return all results."""
     plan, begun = bench.plan, time.monotonic()
     drawn = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
     at_once = "one request" if plan.concurrency == 1 else f"{plan.concurrency} requests"
@@ -140,7 +140,8 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
 def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, list[Turn]]:
     """Run step 1, and return each drafter's turns: the runs of a group of prompts with and without the drafter.
 
-    Groups of prompts for which no time is left are dropped, also for step 3.
+    Groups of prompts for which no time is left are dropped, also for step 3. until: the time, by time.monotonic(), at
+    which no time is left.
     """
     ways = [Way(PLAIN, 0), *(Way(spec, LONGEST) for spec in bench.candidates)]
     task = progress.add_task("what is guessed right", total=len(ways) * (len(bench.groups) + 1))
@@ -197,7 +198,11 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
 def _race(
     bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
 ) -> list[Contender]:
-    """Run step 3: rounds in which all ways take turns, at least FEWEST_ROUNDS, and more until the time is over."""
+    """Run step 3: rounds in which every way to draft runs all prompts. Returns the ways with their measurements.
+
+    There are at least FEWEST_ROUNDS rounds, and more until the time `until`, by time.monotonic(). predictors: by spec
+    of the drafter.
+    """
     predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
     contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
@@ -253,6 +258,7 @@ def one_round(
 ) -> None:
     """Run all prompts with each contender that is not out, in turns.
 
+    number: the round's number, from 0; it sets the order of the contenders. task: the task of `progress` to advance.
     passes: the predicted pass times, which the passes of this round correct.
     """
     plain = contenders[0]
@@ -277,7 +283,7 @@ def one_round(
 
 
 def _together(turns: Mapping[str, Seq[Turn]]) -> float:
-    """Return the mean number of requests that plain decoding ran at once."""
+    """Return the mean number of requests that plain decoding ran at once. turns: by spec of the drafter."""
     return fmean(
         step.num_decoding for spec_turns in turns.values() for t in spec_turns for step in full_steps(t.plain.steps)
     )

@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed-up over plain decoding, and the least and the greatest speed-up of a single round."""
+    """The speed-up of a way to draft over plain decoding, and the least and the greatest speed-up of a single round."""
 
     speedup: float
     least: float
@@ -66,7 +66,7 @@ class Measured:
 
 @dataclass
 class Contender:
-    """A way that is measured.
+    """A way to draft (drafter and draft length) that is measured.
 
     predicted: the prediction made before the way was measured; None for plain decoding and pacing=auto. is_out: whether
     the way was so slow that it is not measured any more.
@@ -133,9 +133,9 @@ class Found:
 
 
 def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
-    """Compare a way with plain decoding over the rounds that the way ran.
+    """Compare a way to draft with plain decoding over the rounds that the way ran.
 
-    seconds: the way's seconds per token. plain: plain decoding's seconds per token.
+    seconds: the way's seconds per token, by group of prompts and by round. plain: the same for plain decoding.
     """
     ratios = {group: [in_rounds[i] / plain[group][i] for i in in_rounds] for group, in_rounds in seconds.items()}
     weights = {group: median(plain[group].values()) for group in seconds}

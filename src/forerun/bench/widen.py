@@ -251,13 +251,14 @@ def describe(spec: Spec) -> str:
 def measured_target(config: EngineConfig, shape: str) -> Opened:
     """Open the target of a measurement.
 
-    If the configuration names no target, open the default target, or the shipped model if the target is to be widened.
+    If the configuration names no target, open the default target. If `shape` is not none, the target is to be widened,
+    so open the shipped model instead of the default target.
     """
     return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 
 
 def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
-    """Load the target, widened to a shape or as it is, and print a line with its size and the seconds this took."""
+    """Load the target, and widen it to a shape (none = not widened). Print its size and the seconds of loading."""
     start, note, config = time.perf_counter(), "", opened.config
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
