@@ -501,8 +501,8 @@ def run(
     """Answer messages until the input ends: messages that are typed in a terminal, or the lines of a pipe.
 
     A terminal offers editing and history. A tool call is run only if a user at a terminal allows it. With kv_disk, the
-    conversation is saved automatically. goes_on: whether to continue the last conversation that was saved
-    automatically. Raises BadOption if there is no such conversation.
+    conversation is saved automatically. system, verbose, stop_loops: as in Chat. goes_on: whether to continue the last
+    conversation that was saved automatically. Raises BadOption if no conversation was saved.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()

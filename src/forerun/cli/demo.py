@@ -100,7 +100,7 @@ SHOWN_CHARACTERS = 400  # of a long prompt, half of them from its end
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one run, with the seconds from the prompt to the last token."""
+    """The output of one answer, and the seconds from the prompt to the last token."""
 
     seconds: float
     output: RequestOutput
@@ -122,9 +122,11 @@ class Outcome:
 def run(
     config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, *, is_pair: bool = False
 ) -> None:
-    """Write each scene's text to standard output twice, and say how long each run took. Raises UserError.
+    """Write the answer to each scene's prompt to standard output, once with plain decoding and once with speculation.
 
-    is_pair: whether to use prompts of four kinds of work, and the models of PAIR where `config` names no target.
+    Prints how long each answer took. shape: the shape that the target is widened to; none = not widened, None = the
+    default. prompt: the only prompt; None = the demo's prompts. is_pair: whether to use prompts of four kinds of work,
+    and the models of PAIR where `config` names no target. Raises UserError.
     """
     console = make_console()
     if is_pair:
@@ -225,7 +227,7 @@ def _work(opened: Opened) -> list[Scene]:
 
 
 def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
-    """Return the texts to write: the user's prompt alone, if there is one.
+    """Return the scenes to show: a scene of the user's prompt alone, if there is one.
 
     Otherwise a chat model gets an edit and a question, and any other model a piece of code.
     """

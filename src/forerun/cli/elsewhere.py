@@ -54,7 +54,10 @@ OLLAMA = {
 
 
 def of_ollama(words: Seq[str]) -> str | None:
-    """Return the answer to a command that Ollama has and forerun lacks; None for any other command."""
+    """Return the answer to a command that Ollama has and forerun lacks; None for any other command.
+
+    words: the command line. Its first word that is no flag names the command.
+    """
     name = next((word for word in words if not word.startswith("-")), "")
     return f"there is no command {name} here: {OLLAMA[name]}" if name in OLLAMA else None
 
@@ -92,6 +95,7 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
     """Return the answer to a flag that `command` lacks and another command has. None where no other command has it.
 
     The answer names the first subcommand of `command` that has the flag, or else the first other command that has it.
+    command: the path of the typed command. parsers: click's object of each command, by path.
     """
     homes = {
         path: param
@@ -117,7 +121,8 @@ def _way_out(param: Any, parser: Any, home: str) -> str:
     """Return what a user can do about an option that is a flag of the command `home`, but not of the typed command.
 
     An option of the engine can be set by a FORERUN_* variable or in the config file, if the typed command runs an
-    engine. Any other option must be left out, or used with `home`. parser: the typed command.
+    engine. Any other option must be left out, or used with `home`. param: click's object of the option. parser: click's
+    object of the typed command. home: the path of the command that has the option.
     """
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"

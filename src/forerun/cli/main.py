@@ -208,7 +208,10 @@ def _is_conversation(prompt: flags.Prompt) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
-    """Turn a conversation into token ids by the checkpoint's chat template; texts and ids stay as they are."""
+    """Turn a conversation into token ids by the checkpoint's chat template; texts and ids stay as they are.
+
+    number: the number of the request, for the message of an error.
+    """
     if not _is_conversation(prompt):
         return prompt
     try:

@@ -75,7 +75,10 @@ class RoundPrinter:
 
 
 def wrap(cells: Seq[tuple[str, str]], width: int) -> list[Text]:
-    """Break styled texts into lines of at most `width` columns, between texts where possible."""
+    """Break styled texts into lines of at most `width` columns, between texts where possible.
+
+    cells: pairs of a text and its style.
+    """
     lines = [Text()]
     used = 0
     for text, style in cells:
@@ -158,7 +161,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
     """Yield lines about one method: the first paragraph of its file's docstring, and its options.
 
-    Raises BadOption for an unknown name.
+    what: the word for a method of this package in errors. Raises BadOption for an unknown name.
     """
     module = load(package, name, what)
     yield folded(_sentence(module), width, f"{name}  ", "    ")

@@ -91,7 +91,11 @@ def theory(
 
 
 def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: list[float], overhead: float) -> Table:
-    """Return a table with a row for each draft length; the best length is marked."""
+    """Return a table with a row for each draft length; the best length is marked.
+
+    c, overhead: the time of a draft token, and of a round outside of the models, in times of a target token. ratios:
+    the v of `_roofline` for each draft length. num_tokens: the length of the text in the column "of num_tokens".
+    """
     from rich.table import Table
 
     from forerun.theory import formulas
@@ -117,10 +121,12 @@ def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: lis
 def _roofline(
     target: str, draft: str, machine: str, batch: int, context: int, overlap: float, max_gamma: int
 ) -> tuple[float, npt.NDArray[np.float64], str]:
-    """Return the ratio c, a ratio v for each draft length, and a sentence about both.
+    """Return the ratio c, a ratio v for each draft length, and a sentence about both, by the roofline model.
 
     c is the time of a draft token, divided by the time of a target token. v is the time of a target pass over all
-    drafted tokens and one more, divided by the time of a pass over one token. Raises BadOption for unknown names.
+    drafted tokens and one more, divided by the time of a pass over one token. target, draft, machine: names in
+    theory/roofline.py. batch, context, overlap: see Step. max_gamma: the longest draft. Raises BadOption for unknown
+    names.
     """
     from forerun.registry import unknown
     from forerun.theory.roofline import MACHINES, SHAPES, Step, cost_ratio, pass_seconds, verify_ratios

@@ -120,7 +120,10 @@ class Answering(Waiting):
 
 
 def opened(config: EngineConfig) -> Opened:
-    """Open the models of a configuration. Show this meanwhile: a large tokenizer takes seconds the first time."""
+    """Open the models of a configuration, and say meanwhile that they are being opened.
+
+    A large tokenizer takes seconds the first time. Nothing is shown for models of the hub.
+    """
     from forerun.engine.opened import Opened
 
     names = [name for name in (config.target, config.draft) if name is not None]

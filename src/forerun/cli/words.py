@@ -128,7 +128,7 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
 
 
 def lossy(acceptance: str, tv_price: float | None) -> str:
-    """Return the words for a lossy rule, with its TV price if the price was measured.
+    """Return the words for the lossy rule `acceptance`, with its TV price if the price was measured.
 
     An example: lossy: lenience:l=0.5, TV price 3.1% a tested token
     """
