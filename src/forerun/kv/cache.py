@@ -180,7 +180,10 @@ class BlockCache(BlockTables):
     # ------------------------------------------------------------------------------------------------- of every kind
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the published rows of `tokens` that all kinds of layers have; see KVCache."""
+        """Begin a sequence with the published rows of `tokens` that all kinds of layers have.
+
+        The parameters and the result are as in KVCache.open.
+        """
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
         keys = self._beginning(keys)
         for kind in self.kinds:
@@ -214,7 +217,8 @@ class BlockCache(BlockTables):
         """Begin to read the rows of `tokens` that are on disk and not in memory.
 
         Returns None if there are no such rows, or no free blocks for them. The slot holds the blocks for these rows
-        until the caller calls `arrived`, when the fetch is over or given up. Then `open` finds the blocks.
+        until the caller calls `arrived`, when the fetch is over or given up. Then `open` finds the blocks. salt: only
+        rows that were published under the same salt are found.
         """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
@@ -381,7 +385,7 @@ class BlockCache(BlockTables):
         """Return the physical rows of the logical positions start .. stop-1 in layers of a kind, int64 [stop - start].
 
         Positions whose blocks were given back map to rows of other blocks. No token of the batch may attend to these
-        rows.
+        rows. kind: the index of the kind in `kinds`; 0 = the layers with the widest window.
         """
         table, block = self.kinds[kind].table(slot), self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
@@ -391,7 +395,11 @@ class BlockCache(BlockTables):
         return (heads + np.arange(block)).reshape(-1)[start:stop]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the cache rows that a pass writes and reads. Raises InternalError where batch and cache disagree."""
+        """Return the cache rows that a pass writes and reads in layers of a kind.
+
+        kind: the index of the kind in `kinds`; 0 = the layers with the widest window. Raises InternalError where batch
+        and cache disagree.
+        """
         reads, writes = [], []
         self.kinds[kind].tables(batch)
         for b, slot in enumerate(batch.slots):

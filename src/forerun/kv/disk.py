@@ -340,11 +340,17 @@ class Shelf:
         return len(self._places)
 
     def key(self, chain: bytes) -> bytes:
-        """Return the key on disk of the block with a prefix key. Without the folder's secret, it reveals no text."""
+        """Return the key on disk of the block with the prefix key `chain`.
+
+        Without the folder's secret, the key on disk reveals no text.
+        """
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
     def use(self, kind: int, chain: bytes) -> bool:
-        """Count one use of a block if the block is on the shelf, and return whether it is there."""
+        """Count one use of a block if the block is on the shelf, and return whether it is there.
+
+        kind: the block's kind of layers, as an index. chain: the block's prefix key.
+        """
         place = self._places.get((kind, self.key(chain)))
         if place is None:
             return False
@@ -353,7 +359,11 @@ class Shelf:
         return True
 
     def find(self, kind: int, chain: bytes, tokens: Seq[int]) -> Place | None:
-        """Return the place of the block with a prefix key and these tokens; None if the shelf has no such block."""
+        """Return the place of a block; None if the shelf does not have the block.
+
+        kind: the block's kind of layers, as an index. chain: the block's prefix key. tokens: the block's tokens, which
+        must be equal, too.
+        """
         place = self._places.get((kind, self.key(chain)))
         return place if place is not None and place.entry.tokens == _packed(tokens) else None
 
@@ -411,7 +421,10 @@ class Shelf:
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def read(self, kind: int, chain: bytes, place: Place, out: memoryview) -> bool:
-        """Read the rows of a block into `out`, and return whether they are intact. The shelf drops a damaged block."""
+        """Read the rows of a block into `out`, and return whether they are intact. The shelf drops a damaged block.
+
+        kind: the block's kind of layers, as an index. chain: the block's prefix key. place: the result of `find`.
+        """
         entry = place.entry
         try:
             num = os.preadv(place.segment.rows, [out], entry.start)
@@ -431,8 +444,8 @@ class Shelf:
     def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview, uses: int = 0) -> None:
         """Add a block, or count a use of the block if the shelf has it already.
 
-        uses: the number of known uses of a block that is added. Only the writing thread may call this method and
-        `write_uses`.
+        kind: the block's kind of layers, as an index. chain: the block's prefix key. uses: the number of known uses of
+        a block that is added. Only the writing thread may call this method and `write_uses`.
         """
         if not self.folder.is_writable or self.use(kind, chain):
             return

@@ -75,7 +75,10 @@ class Fetch:
         wait(self.readers)
 
     def load(self, reader: int, missing: Missing, rows: memoryview) -> bool:
-        """Write `rows` to the block of `missing` unless the fetch was given up. Returns whether the fetch goes on."""
+        """Write `rows` to the block of `missing` unless the fetch was given up. Returns whether the fetch goes on.
+
+        reader: the index in `readers` of the read that calls this method.
+        """
         with self._loading[reader]:
             if not self._is_given_up:
                 self._pools.load(missing.kind, missing.block, rows)
@@ -117,7 +120,10 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def used(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
-        """Count a use of a published block. If the block is not on disk, queue it for the writing thread."""
+        """Count a use of a published block. If the block is not on disk, queue it for the writing thread.
+
+        kind: the block's kind of layers, as an index. key: the block's prefix key. tokens: the block's tokens.
+        """
         if not self.folder.is_writable or self.shelf.use(kind, key):
             return
         with self._lock:

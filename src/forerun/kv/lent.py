@@ -36,10 +36,10 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the cache rows of a pass. Each run reads all kept rows of its slot.
+        """Return the cache rows of a pass in layers of a kind. Each run reads all kept rows of its slot.
 
-        The row to write of a run is the last kept row of its slot. Raises InternalError where a run is not one row at
-        the index of the last kept row.
+        kind: the index of the kind in the target's cache. The row to write of a run is the last kept row of its slot.
+        Raises InternalError where a run is not one row at the index of the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]
@@ -55,7 +55,10 @@ class LentCache:
         return seen
 
     def behind(self, slots: Seq[int], tokens: Seq[int], positions: Seq[int]) -> RaggedBatch:
-        """Return the batch of a pass with one token for each slot. Each token attends to all kept rows of its slot."""
+        """Return the batch of a pass with one token for each slot. Each token attends to all kept rows of its slot.
+
+        positions: the rotary position of each token.
+        """
         cached = [self._cache.length(slot) - 1 for slot in slots]
         return RaggedBatch(list(tokens), list(positions), list(range(len(slots) + 1)), list(slots), cached)
 

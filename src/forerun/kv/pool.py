@@ -294,7 +294,10 @@ def _places(pool: StatePool) -> tuple[list[int], list[int]]:
 def pool_sizes(
     shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """Yield, for each layer that keeps keys and values, the shapes of its keys and values, and the size of a head."""
+    """Yield, for each layer that keeps keys and values, the shapes of its keys and values, and the size of a head.
+
+    num_blocks: the number of blocks of each kind of layers. dtype: the dtype of the cache.
+    """
     for layer in shape.kept:
         rows, (heads, dim) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
         keys, values = shape.widths_of(layer, dtype)
@@ -302,7 +305,7 @@ def pool_sizes(
 
 
 def no_room_for_pools(sizes: Seq[Seq[int]], dtype: str, device: str) -> CapacityError:
-    """Return the error for a cache that is too large for the memory."""
+    """Return the error for a cache that is too large for the memory. sizes: the shapes of the cache's tensors."""
     num_gb = sum(map(math.prod, sizes)) * itemsize(dtype) / 1e9
     return CapacityError(
         f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
@@ -314,6 +317,7 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
     """Allocate the pool of each layer that keeps keys and values. Raises CapacityError without enough memory.
 
     The pools are not zeroed, because no row is read before it is written, and untouched pages take no memory.
+    num_blocks: the number of blocks of each kind of layers.
     """
     sizes = list(pool_sizes(shape, block_tokens, num_blocks, dtype))
     try:

@@ -36,7 +36,8 @@ def extended(before: Key, tokens: Seq[int]) -> Key:
 def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
     """Return the key of each full block of `tokens[:-1]`.
 
-    The last token must be run in any case, because a cache does not hold the logits after it.
+    The last token must be run in any case, because a cache does not hold the logits after it. salt: blocks of equal
+    tokens have different keys under different salts; None = no salt.
     """
     keys, key = list[Key](), root(salt)
     for start in range(0, len(tokens) - block_tokens, block_tokens):

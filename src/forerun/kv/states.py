@@ -209,7 +209,11 @@ class StateTables:
             self.keeper.used(self.kind, state, key, last)
 
     def release(self, slot: int, keys: Seq[Key] = ()) -> None:
-        """End a sequence, and publish the state that it stands on. Unknown slots are ignored."""
+        """End a sequence, and publish the state that it stands on. Unknown slots are ignored.
+
+        keys: the prefix keys of the sequence's published blocks. Without a key for its last block, the state is not
+        published.
+        """
         line = self._lines.pop(slot, None)
         if line is None:
             return
@@ -392,7 +396,10 @@ class StateTables:
         return next(filter(can_cut, here), 0)
 
     def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> None:
-        """Keep only the first `length` tokens, and drop pending rows. length: a result of `cut_length`."""
+        """Keep only the first `length` tokens, and drop pending rows.
+
+        length: a result of `cut_length`. keys: the prefix keys of the slot's published blocks, as for `cut_length`.
+        """
         line = self._line(slot)
         self._forget_run(line)
         self._free_rows += line.pending

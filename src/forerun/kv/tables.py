@@ -151,7 +151,8 @@ class BlockTables:
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
         """Begin a sequence of `tokens` with the published blocks of `keys`.
 
-        keys: the prefix keys of the sequence's first blocks, at most as many as `num_found` returns.
+        keys: the prefix keys of the sequence's first blocks, at most as many as `num_found` returns. salt: the salt
+        under which the sequence publishes its blocks; `keys` must have the same salt.
         """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
@@ -359,7 +360,7 @@ class BlockTables:
         entry.table += [self._take() for _ in range(missing)]
 
     def _give_back(self, entry: _Slot) -> None:
-        """Give back the blocks that no later row sees. In the table, the first remaining block stands in for them."""
+        """Give back the blocks that no later row sees. The first remaining block takes their places in the table."""
         first = self._first_seen(entry.length, SPARE_TOKENS)
         if first > entry.first:
             for block in entry.table[entry.first : first]:
@@ -467,7 +468,10 @@ class BlockTables:
         return entry
 
     def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
-        """Raise InternalError where positions start .. end-1 lie in a block that another slot reads or may find."""
+        """Raise InternalError where positions start .. end-1 lie in a block that another slot reads or may find.
+
+        table: the blocks of the slot.
+        """
         size = self.block_tokens
         for block in table[start // size : -(-end // size)]:
             if self._num_users[block] != 1 or self._prefixes.holds(block):
@@ -543,7 +547,7 @@ class BlockTables:
         return not own.first or self._first_seen(length) >= own.first
 
     def _empty(self, entry: _Slot) -> None:
-        """Give back all blocks of a slot. Afterwards its table is empty, and no block stands in for others."""
+        """Give back all blocks of a slot. Afterwards the slot has no blocks and no rows."""
         for block in reversed(entry.live):
             self._drop(block)
         entry.table.clear()
