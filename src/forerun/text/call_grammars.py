@@ -176,10 +176,10 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """Return the grammar of a parameter's value, followed by the tag `closing`. before: a text directly before the tag.
+    """Return the grammar of a value of the parameter `parameter` of `tool`, followed by the tag `closing`.
 
     A value that can only be a string, or a string or null, is written without quotes. Any other value is written as
-    JSON.
+    JSON. schema: the value's schema. before: a text directly before the tag.
     """
     types = tools.types(tool, parameter)
     end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)

@@ -225,7 +225,10 @@ def _opens(spec: Mapping[str, Any]) -> bool:
 
 
 def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tools: Tools) -> Iterator[tuple[str, str]]:
-    """Yield the name and the arguments of each call in a field's text; nothing where the text cannot be read."""
+    """Yield the name and the arguments of each call in a field's text; nothing where the text cannot be read.
+
+    spec: the field's entry in the response template. captures: the named groups in the match of the opening mark.
+    """
     try:
         content = _content(text, spec.get("content", "text"), spec.get("content_args") or {})
         transform = spec.get("transform")
@@ -281,7 +284,10 @@ def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
 
 
 def _inner(text: str, args: Mapping[str, Any]) -> Any:
-    """Read a value inside a field by the template's value_parser. Without a value_parser, the value stays a text."""
+    """Read a value inside a field as `args` says under value_parser. Without this entry, the value stays a text.
+
+    args: the entry content_args of the field in the response template.
+    """
     parser = args.get("value_parser")
     return text if parser is None else _content(text, parser.get("name", "text"), parser.get("args") or {})
 

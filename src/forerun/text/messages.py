@@ -59,7 +59,10 @@ def _copy_message(message: object, where: str) -> dict[str, Any]:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Raise BadOption unless content is a text, or parts like {"type": "text", "text": ...}."""
+    """Raise BadOption unless content is a text, or parts like {"type": "text", "text": ...}.
+
+    where: the place of the content, for the message.
+    """
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -183,6 +186,7 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
     """Return a copy made only of dict, list, str, int, float, bool and None, so that a template can reach nothing else.
 
     Raises BadOption for any other object, and beyond MAX_DEPTH levels. where: the place of the value, for the message.
+    depth: the number of lists and mappings around the value.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -52,7 +52,8 @@ def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """Return the drafted tokens of a round and the target's own token, each with its outcome.
 
     The accepted tokens come first, then the rejected tokens, the target's token, and the untested tokens. Accepted
-    tokens and the target's token are left out if a stop condition has cut them off.
+    tokens and the target's token are left out if a stop condition has cut them off. num_committed: how many tokens
+    entered the output.
     """
     kept = committed_pieces(detail, num_committed)
     at, accepted = len(detail.accepted), set(detail.accepted)

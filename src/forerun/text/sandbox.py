@@ -83,7 +83,10 @@ class CompiledTemplate:
 
 @lru_cache(maxsize=16)  # opening a model asks three times, and a large template takes some 20 ms
 def compile_template(source: str, where: str) -> CompiledTemplate:
-    """Compile a template. Raises UnsupportedModel for an invalid template; the message names the line."""
+    """Compile a template. Raises UnsupportedModel for an invalid template; the message names the line.
+
+    where: the template's origin, for the message.
+    """
     environment = _Environment()
     try:
         tree = environment.parse(source)
@@ -176,7 +179,7 @@ _TEXT_MAKERS = frozenset(["expandtabs", "translate", "encode", "to_bytes"])
 
 
 class _Counting(NodeTransformer):
-    """Inserts counting calls into a template: into each round of a loop, and around joined texts, new lists and slices.
+    """Inserts counting calls into a template: in the body of each loop, and around joined texts, new lists and slices.
 
     `_Environment` itself counts calls and operators. The names of the methods are Jinja's.
     """
@@ -251,7 +254,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """Count a round of a loop. Returns True. num_characters: the length of the template text inside the loop."""
+        """Count an iteration of a loop. Returns True.
+
+        num_characters: the length of the template text inside the loop.
+        """
         self.budget.step(num_characters)
         return True
 

@@ -51,7 +51,10 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def showing(text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows `text` as a status line in a terminal. Print nothing while it is shown."""
+    """Return a context manager that shows `text` as a status line in a terminal.
+
+    The caller must print nothing inside the context.
+    """
     console = make_console(stderr=True)
     return console.status(text) if console.is_terminal and not console.is_dumb_terminal else nullcontext()
 

@@ -122,7 +122,10 @@ def _object(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _written(rules: Rules, schema: Schema, quote: str) -> str:
-    """Return the grammar of a value that a schema allows. A schema without a type allows any value."""
+    """Return the grammar of a value that a schema allows. A schema without a type allows any value.
+
+    quote: the mark that the model writes in place of quotes.
+    """
     ways = [*several(schema.get("anyOf")), *several(schema.get("oneOf"))]
     choices = choices_of(schema)
     kind = schema.get("type")
@@ -153,7 +156,10 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _any(rules: Rules, quote: str, kind: str) -> str:
-    """Return the name of the rule for any JSON value of a kind: "value" (all kinds), "object", "array" or "text"."""
+    """Return the name of the rule for any JSON value of a kind: "value" (all kinds), "object", "array" or "text".
+
+    quote: the mark that the model writes in place of quotes.
+    """
     if "any_value" not in rules.rules:
         number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
         rules.rules |= {
