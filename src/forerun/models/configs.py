@@ -197,9 +197,10 @@ def plain_spec(
     """Return the spec of a decoder that is built like Llama, as config.json (`raw`) describes the decoder.
 
     honoured: keys beyond SHARED_KEYS that the family reads itself. defaults: the values of keys that the family's
-    published files leave out. again: maps keys that only repeat other keys, see `understood`. turns_parts: whether the
-    family may rotate only a part of a head. more: further fields of `Plain`. Raises UnsupportedModel, naming the key,
-    for any value that is missing or impossible, and for keys that `refuse_unknown` refuses.
+    published files leave out. again: maps each key that only repeats another key to that other key, see `understood`.
+    turns_parts: whether the family may rotate only a part of a head. more: further fields of `Plain`. Raises
+    UnsupportedModel, naming the key, for any value that is missing or impossible, and for keys that `refuse_unknown`
+    refuses.
     """
     c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
     require(is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")

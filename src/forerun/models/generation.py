@@ -52,7 +52,10 @@ WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("m
 
 
 def check_together(fields: Mapping[str, Any], small: SmallFiles) -> None:
-    """Raise UnsupportedModel where the fields of generation_config.json contradict each other."""
+    """Raise UnsupportedModel where the fields of generation_config.json contradict each other.
+
+    fields: the fields of SamplingParams that the file sets. small: the checkpoint's files besides the weights.
+    """
     try:
         SamplingParams(**fields)
     except BadOption as error:
@@ -64,9 +67,10 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """Return the fields of SamplingParams that generation_config.json sets. config: the content of config.json.
 
-    do_sample=false becomes temperature 0, and stop_strings become stop. suppress_tokens and bad words of one token
-    become biases of minus infinity. Where the file sets a minimum number of tokens and no maximum, max_tokens becomes
-    None (no limit), because the default maximum may be below the minimum.
+    small: the checkpoint's files besides the weights. do_sample=false becomes temperature 0, and stop_strings become
+    stop. suppress_tokens and bad words of one token become biases of minus infinity. Where the file sets a minimum
+    number of tokens and no maximum, max_tokens becomes None (no limit), because the default maximum may be below the
+    minimum.
 
     Raises UnsupportedModel for a value that has a wrong type or range, or that would change the output in a way that is
     not implemented. If `refuse` is given, it gets the error instead, and the other keys are still read.
@@ -100,8 +104,9 @@ def sampling_fields(
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
     """Return the token ids that end an output, from generation_config.json, config.json and tokenizer_config.json.
 
-    raw: the content of config.json. Ids outside of the vocabulary are left out, because the model never outputs them;
-    some files write -1 for "no id". Raises UnsupportedModel for a value that is not an id.
+    small: the checkpoint's files besides the weights. raw: the content of config.json. Ids outside of the vocabulary
+    are left out, because the model never outputs them; some files write -1 for "no id". Raises UnsupportedModel for a
+    value that is not an id.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
@@ -116,10 +121,10 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
     """Return the token ids that begin an encoder-decoder's output: the start token, then the forced token, if any.
 
-    raw: the content of config.json. The start token comes from generation_config.json, or else from config.json. Where
-    neither file names a start token, bos_token_id is used, as in transformers. The forced token comes from
-    generation_config.json if that file exists, else from config.json. Raises UnsupportedModel where there is no start
-    token.
+    small: the checkpoint's files besides the weights. raw: the content of config.json. The start token comes from
+    generation_config.json, or else from config.json. Where neither file names a start token, bos_token_id is used, as
+    in transformers. The forced token comes from generation_config.json if that file exists, else from config.json.
+    Raises UnsupportedModel where there is no start token.
     """
     file = small.json(FILE)
     forced = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
@@ -138,7 +143,10 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 
 
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a known key sets. Raises UnsupportedModel for an impossible value."""
+    """Return the fields of SamplingParams that a known key sets. Raises UnsupportedModel for an impossible value.
+
+    where: the file's name, for the message.
+    """
     if key in SAME:
         # A request may ask for no token; a model that suggests it would never answer.
         _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
@@ -150,7 +158,10 @@ def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
 
 
 def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> frozenset[int]:
-    """Return the token ids that a key forbids at all positions. Raises UnsupportedModel for an impossible value."""
+    """Return the token ids that a key forbids at all positions. Raises UnsupportedModel for an impossible value.
+
+    where: the file's name, for the message. num_ids: the size of the vocabulary; None = unknown.
+    """
     if key == "suppress_tokens":
         return _ids(value, key, where, "a list of ids", num_ids)
     if key != "bad_words_ids":
@@ -190,8 +201,8 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
 def _checked(key: str, field: str, value: Any, where: str) -> Any:
     """Return `value` if SamplingParams accepts it as its only setting; otherwise raise UnsupportedModel.
 
-    key: the name of the value in the file. field: its name in SamplingParams. `check_together` checks all values in
-    combination.
+    key: the name of the value in the file. field: the name of the value in SamplingParams. where: the file's name, for
+    the message. `check_together` checks all values in combination.
     """
     try:
         SamplingParams(**{"max_tokens": None, field: value})
@@ -226,7 +237,11 @@ def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
 
 
 def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """Yield (id, text) for each entry of added_tokens_decoder. The keys of that mapping are ids in decimal digits."""
+    """Yield (id, text) for each entry of `decoder`, the mapping added_tokens_decoder in tokenizer_config.json.
+
+    The keys of this mapping are ids in decimal digits. None = there is no mapping. where: the file's name, for
+    messages.
+    """
     entries = {} if decoder is None else decoder
     ok = isinstance(entries, Mapping) and all(
         token_id.isdecimal() and isinstance(entry, Mapping) for token_id, entry in entries.items()

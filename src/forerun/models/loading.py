@@ -103,10 +103,10 @@ def load_checkpoint(
     whether to load the tokenizer; it is loaded before the weights. ignore_config_keys: the keys of config.json to treat
     as missing.
 
-    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read. "auto" rounds matrices where this
-    makes a draft model faster. Operators that cannot compute with rounded weights get the rounded values in `dtype`.
-    max_seq_len: the number of tokens in the longest text, for rotary positions that depend on it, see
-    `blocks.reaching`.
+    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read; see `Quantization`, which explains
+    `again`. "auto" rounds matrices where this makes a draft model faster. Operators that cannot compute with rounded
+    weights get the rounded values in `dtype`. max_seq_len: the number of tokens in the longest text, for rotary
+    positions that depend on it, see `blocks.reaching`.
 
     Operators that pack weights get the tensors one by one, and each tensor is freed once it is packed. Other operators
     get all tensors, each read into its final place. So the peak memory use is the size of the model plus some 20 MB.

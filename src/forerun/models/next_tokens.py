@@ -147,9 +147,10 @@ def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, s
 
 
 def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy a shard without the tensors of an MTP block, unless an earlier call has copied this shard.
+    """Copy `shard` to `to` without the tensors of an MTP block, unless an earlier call has copied this shard.
 
-    A copy has the modification time of the shard, so that later calls recognise the copy.
+    A copy has the modification time of the shard, so that later calls recognise the copy. entries: the tensors in the
+    shard's header, by name.
     """
     kept = _without_block(entries)
     changed_ns = shard.stat().st_mtime_ns
@@ -166,7 +167,11 @@ SMALL = (".json", ".jinja", ".txt", ".model")  # endings of the files that a mod
 
 
 def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
-    """Whether the MTP block has exactly the tensors that it needs, each with the right shape."""
+    """Whether the MTP block has exactly the tensors that it needs, each with the right shape.
+
+    named: the tensors of the block itself. of_block: the source that also has the tensors before and after the block.
+    decoder: the spec of the block.
+    """
     h = decoder.hidden_size
     wanted = {weight.name: weight.shape for weight in weights(replace(decoder, own_embedding=False))}
     wanted.pop("model.embed_tokens.weight", None)

@@ -89,7 +89,7 @@ class OpenedCheckpoint:
     def in_memory(
         cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
     ) -> OpenedCheckpoint:
-        """Return an opened checkpoint for a model made in memory. config: its sizes, such as a Spec or ToyConfig."""
+        """Return an opened checkpoint for a model made in memory. config: the model, such as a Spec or ToyConfig."""
         raw = {"eos_token_id": sorted(end_ids)}
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}

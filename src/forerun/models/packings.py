@@ -217,7 +217,10 @@ class _Settings:
     values: Mapping[str, Any]
 
     def want(self, name: str, *allowed: object, why: str = "is not read") -> Any:
-        """Return the value of a setting. Raises UnsupportedModel, naming the setting, for a value not in `allowed`."""
+        """Return the value of a setting. Raises UnsupportedModel, naming the setting, for a value not in `allowed`.
+
+        name: the name of the setting. why: the reason in the message, as words that follow "which".
+        """
         value = self.values.get(name)
         if value not in allowed:
             raise UnsupportedModel(f"config.json sets {name}={value!r:.60} in {self.where}, which {why}: {_WAY_OUT}")

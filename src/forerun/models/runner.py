@@ -337,7 +337,10 @@ def float_type(model: Model) -> type[np.floating[Any]]:
 
 
 def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
-    """Split the logits and the likeliest ids of the wanted rows by run, as in `Scores`. none: logits of no row."""
+    """Split the logits and the likeliest ids of the wanted rows by run, as in `Scores`.
+
+    none: the empty logits of a run without logits.
+    """
     some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:

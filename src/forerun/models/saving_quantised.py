@@ -82,7 +82,10 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
-    """Return the tensors in which compressed-tensors stores the weight `name`. The keys are the names' last parts."""
+    """Return the tensors in which compressed-tensors stores the weight `name`. The keys are the names' last parts.
+
+    ending: the last part of the weight's published name, which is the only key if the weight is not quantised.
+    """
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}

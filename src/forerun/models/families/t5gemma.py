@@ -152,7 +152,10 @@ def write(spec: Spec) -> Raw:
 
 
 def _written(spec: Spec, blocks: Seq[Block]) -> Raw:
-    """Return the config of the encoder or the decoder. blocks: the blocks with this part's self-attention."""
+    """Return the config of the encoder or the decoder.
+
+    spec: the spec of the encoder or the decoder. blocks: the blocks of `spec` that have self-attention.
+    """
     attentions = [block.attention for block in blocks if block.attention is not None]
     first = attentions[0]
     window = next((a.window for a in attentions if a.window is not None), None)

@@ -88,7 +88,8 @@ def _rotary(
 ) -> dict[str, Any]:
     """Return the entries of config.json for the head size and rotary positions.
 
-    Also sets the head size, and the rotated share of a head, in `raw`.
+    Also sets the head size, and the rotated share of a head, in `raw`. factors: the contents of the ROPE_TENSORS that
+    are in the file, by name.
     """
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     turned = metadata.get("rope.dimension_count", head_dim)
@@ -205,12 +206,13 @@ def _longrope(
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rope_scaling of Llama 3 that gives the frequency factors `factors`; None where there is none.
+    """Return the rope_scaling of Llama 3 that gives the frequency factors `factors`; None if no scaling gives them.
 
     A file holds the factors in place of the scaling. High frequencies are unchanged (factor 1), and low frequencies are
-    divided by `factor`. For a frequency between these, the factor f follows from 1 / f = (1 - s) / factor + s. Here s =
-    (L freq / 2 pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of
-    L, low and high, so low is taken as 1, as in all published models.
+    divided by `factor`. For each other frequency, the factor f follows from 1 / f = (1 - s) / factor + s. Here s = (L
+    freq / 2 pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of L,
+    low and high, so low is taken as 1, as in all published models. raw: the entries of config.json so far; only
+    head_dim and rope_theta are read.
     """
     theta = number({"rope_theta": 10000.0, **raw}, "rope_theta")
     head_dim = raw["head_dim"]

@@ -270,7 +270,11 @@ class _Reader:
         return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, places: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
-        """Raise UnsupportedModel for a file that ends before its last tensor, as where a download was cut short."""
+        """Raise UnsupportedModel for a file that ends before its last tensor, as where a download was cut short.
+
+        first: the offset in the file at which the weights begin. places: for each tensor, its dimensions, its type, and
+        its offset from `first`.
+        """
         ends = [
             first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in places.values()
         ]
@@ -296,7 +300,10 @@ class _Reader:
         return self._take(num_bytes, where)
 
     def texts(self, num: int, where: str) -> list[bytes]:
-        """Read `num` texts. This is faster than `num` calls of `_text`, which cost a microsecond each."""
+        """Read `num` texts. This is faster than `num` calls of `_text`, which cost a microsecond each.
+
+        where: the name of the list, for error messages.
+        """
         texts = []
         for data, starts in self._pieces(num, where):
             texts += [data[start + 8 : end] for start, end in itertools.pairwise(starts)]
