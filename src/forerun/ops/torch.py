@@ -208,7 +208,10 @@ class TorchAttention:
     def queries(
         self, ops: ReferenceOps, q: Tensor, rotation: Rotation | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Split q [T, heads D] into heads [T, heads, D], then norm, rotate and scale them as the spec says."""
+        """Split q [T, heads D] into heads [T, heads, D], then norm, rotate and scale them as the spec says.
+
+        positions [T]: needed only if the spec scales queries by their positions.
+        """
         q = _turned(ops, self._heads(ops, q, self.spec.heads, self.q_norm), rotation, self.spec.rope)
         if self.spec.position_scale is None or positions is None:
             return q
@@ -650,10 +653,10 @@ class TorchModel:
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
 
     def fed(self, hidden: Tensor) -> Tensor:
-        """Project the output of a draft head's final norm [n, H] to rows [n, size] for the head's next step.
+        """Project the output of a draft head's final norm [n, H] to rows [n, size].
 
-        In that step, these rows replace the target's hidden states. Raises InternalError unless the head's features
-        have feeds="projected".
+        These rows replace the target's hidden states when the head drafts its next token. Raises InternalError unless
+        the head's features have feeds="projected".
         """
         if self._features is None or self._features.output is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no matrix behind its final norm")

@@ -139,7 +139,10 @@ class NativeSizes:
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of the buffers and rotation tables of one model, its encoder included."""
+        """Return the bytes of the buffers and rotation tables of one model, its encoder included.
+
+        run: the model's largest pass.
+        """
         encoder = run.model.encoder
         num_bytes = self._bytes_of(run, run.model, run.num_rows)
         if encoder is None:
@@ -150,7 +153,10 @@ class NativeSizes:
         return num_bytes + self._bytes_of(run, encoder, rows) + rows * (kept + num_made) * FLOAT_BYTES
 
     def _bytes_of(self, run: Pass, model: Spec, num_rows: int) -> int:
-        """Return the bytes of the buffers and rotation tables of a decoder or an encoder."""
+        """Return the bytes of the buffers and rotation tables of a decoder or an encoder.
+
+        run: the pass. model: the decoder or the encoder. num_rows: the number of rows that `model` runs.
+        """
         buffers = native.extension().pass_bytes(
             native.isa(),
             model,

@@ -160,7 +160,7 @@ class CpuModel:
     def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
         """Keep the biases of relative positions in two forms: as they are stored, and in the order of distances.
 
-        The kernels read the second form; see Biases in csrc/kernels.h.
+        The kernels read the second form; see Biases in csrc/kernels.h. part: the prefix of the weight names.
         """
         for i, block in enumerate(spec.blocks):
             a = block.attention
@@ -313,7 +313,7 @@ class CpuModel:
         return out
 
     def fed(self, hidden: Floats) -> Floats:
-        """Project a draft head's output to rows that replace the target's hidden states in the head's next step.
+        """Project a draft head's output to rows that replace the target's hidden states when the head drafts on.
 
         See TorchModel.fed.
         """

@@ -151,9 +151,10 @@ class CpuOps(Operators):
         return PackedMatrix(handle, num_out, num_in, "bfloat16", paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
-        """Read all rows into a packed matrix. Returns the index of the first section whose scales need float32.
+        """Read all rows into the packed matrix `handle`.
 
-        None = the scales of all sections fit the packed format.
+        Returns the index of the first section whose scales need float32. None = the scales of all sections fit the
+        packed format. formats: the packed format of each section.
         """
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
@@ -177,8 +178,9 @@ class CpuOps(Operators):
     def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool | None:
         """Let the kernels read a part's rows from its file. Returns whether the scales fit the packed format.
 
-        None = the kernels cannot read these rows. The caller then reads the rows block by block, which also raises the
-        errors of a broken file.
+        handle: the packed matrix. first: the index of the matrix's row that gets the first row of `part`. None = the
+        kernels cannot read these rows. The caller then reads the rows block by block, which also raises the errors of a
+        broken file.
         """
         if (stored := part.stored) is None:
             return None

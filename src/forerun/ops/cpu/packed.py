@@ -169,7 +169,10 @@ def distances_of(buckets: Buckets) -> list[int]:
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Encode the cache rows of each run's source (the encoder's input) as integers, in the form of `run_numbers`."""
+    """Encode the cache rows of each run's source (the encoder's input) as integers, in the form of `run_numbers`.
+
+    tables: the block table of each source.
+    """
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)

@@ -126,7 +126,10 @@ def _of_expert(addresses, at, like):
 
 @triton.jit
 def _first_bias(biases, expert, outs, num_out, split):
-    """Load an expert's bias for the first part of the inputs, and 0 for other parts, so that the bias is added once."""
+    """Load an expert's bias for the first part of the inputs, and 0 for other parts, so that the bias is added once.
+
+    split: the index of the part. outs: the indices of the outputs.
+    """
     at = biases + expert.to(tl.int64) * num_out + outs
     return tl.load(at, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
 

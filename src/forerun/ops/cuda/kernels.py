@@ -513,7 +513,11 @@ def activated(
 def _normed(
     x, weight, bias, at, inside, width, eps, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
 ):
-    """Apply a norm to a row of `width` numbers. x [BLOCK]: the row, and 0 beyond its end."""
+    """Apply a norm to a row of `width` numbers. x [BLOCK]: the row, and 0 beyond its end.
+
+    inside [BLOCK]: whether an entry of `x` lies before the end. at [BLOCK]: the indices of the entries in weight and
+    bias. offset: added to the weight.
+    """
     if KIND == "layer":
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps))
@@ -641,7 +645,11 @@ def heads_of(
 
 @triton.jit
 def _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
-    """Return the norm weights for a head of queries or keys."""
+    """Return the norm weights for a head of queries or keys.
+
+    at: the indices of the dimensions of a head. inside: whether each index is below the head size. is_query: whether
+    the head belongs to the queries.
+    """
     weight = tl.full(at.shape, 1.0, tl.float32)
     if Q_NORM == "weight":
         weight = tl.where(is_query, tl.load(q_norm + at, mask=inside, other=0.0).to(tl.float32) + q_offset, weight)

@@ -85,7 +85,7 @@ class CudaSizes(ReferenceSizes):
         yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * itemsize(self.dtype)
 
     def _row_bytes(self, run: Pass, num_rows: int) -> int:
-        """Return the bytes of the rows that one layer computes.
+        """Return the bytes of the rows that one layer computes in the pass `run`, if the pass has `num_rows` new rows.
 
         The rows are the residual stream and its norm, the partial sums of the widest product, queries and outputs of
         attention, partial results of attention, and the inner rows of the feed-forward part.
@@ -114,10 +114,10 @@ class CudaSizes(ReferenceSizes):
         return 3 * num_rows * model.vocab_size * FLOAT_BYTES
 
     def _graph_bytes(self, run: Pass) -> int:
-        """Return the bytes that graphs keep.
+        """Return the bytes that a model's graphs keep. run: the model's largest pass.
 
-        Graphs keep static rows and probabilities for each number of rows in GRAPH_ROWS, and the memory of the largest
-        pass.
+        Graphs keep static rows and probabilities for each number of rows in GRAPH_ROWS, and the memory of one pass with
+        the largest of these numbers.
         """
         num = sum(GRAPH_ROWS)
         static = num * (2 * run.model.hidden_size + run.model.vocab_size) * FLOAT_BYTES

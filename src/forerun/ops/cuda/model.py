@@ -223,7 +223,10 @@ class _PlanBuffer:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, *, sees_all: bool) -> int:
-        """Copy a pass's plan (Rows) to the device. Returns the largest number of keys that a row sees."""
+        """Copy a pass's plan (Rows) to the device. Returns the largest number of keys that a row sees.
+
+        sees_all: see `fill` in rows.py.
+        """
         return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
@@ -341,7 +344,11 @@ class CudaModel(TorchModel):
         taps: Mapping[int, Tensor],
         sources: Rows | None = None,
     ) -> Tensor:
-        """Launch the kernels of one pass, and return the output rows."""
+        """Launch the kernels of one pass, and return the output rows.
+
+        chosen: the layers to run. is_normed: whether the final norm follows. taps: by k, the tensor that receives the
+        residual stream before layer k.
+        """
         ops = self._cuda
         x, read = self._begun(rows.ids, rows.positions, hidden, chosen)
         stream = _ResidualStream(x.float().contiguous())
@@ -410,7 +417,8 @@ class CudaModel(TorchModel):
     ) -> _Graph:
         """Return the graph that serves a pass of this shape, and send the plan of the pass (Rows) to the device.
 
-        If there is no such graph yet, it is captured first.
+        If there is no such graph yet, it is captured first. wanted: the layers to run, whether the final norm follows,
+        whether `hidden` replaces the embeddings, and the layers of `taps`.
         """
         size = next(n for n in GRAPH_ROWS if n >= layout.rows)
         runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
@@ -653,7 +661,8 @@ class CudaModel(TorchModel):
     ) -> list[list[int]] | None:
         """Continue each run after its first id. Return all ids by run, or None if a row's largest logit is not finite.
 
-        first_ids: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
+        chosen: the layers to run. first_ids: the first id of each run. distributions: has the settings of the draws,
+        and receives the draws of each pass. Each pass replays a graph that ends with the choice of the next ids.
         """
         num, steps = len(batch.slots), max(lengths)
         size = next((n for n in GRAPH_ROWS if n >= num), num)
@@ -850,7 +859,11 @@ class _RunAheadState:
     def begin(
         self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], first_ids: Tensor
     ) -> None:
-        """Prepare to continue each run after its last row. first_ids: for each run, the first token id to feed."""
+        """Prepare to continue each run after its last row.
+
+        first_ids: for each run, the first token id to feed. limits: for each run, the position from which on no row is
+        written to the cache.
+        """
         array = self._host.numpy()
         size, num = self.layout.size, len(limits)
         fill(array[:size], self.layout, batch, tables, block_tokens)

@@ -301,7 +301,7 @@ class CudaOps(ReferenceOps):
     def inner(self, act: Act, gated: bool, product: PartialSums, dtype: torch.dtype) -> Tensor:
         """Return the inner rows [T, size] of a feed-forward part, in `dtype`.
 
-        product: the product to which the activation is applied.
+        product: the product to which the activation is applied. gated: whether the product has outputs of gate and up.
         """
         _, num, width = product.sums.shape
         size = width // 2 if gated else width

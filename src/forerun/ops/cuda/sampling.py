@@ -62,7 +62,10 @@ class Cuts:
 
 
 def fill(numbers: NUMBERS, draws: Seq[Draw], width: int) -> None:
-    """Write the settings of draws into numbers [fields, R]; rows without a draw take the likeliest id."""
+    """Write the settings of draws into numbers [fields, R]; rows without a draw take the likeliest id.
+
+    width: the number of ids.
+    """
     numbers[Field.KIND, len(draws) :] = 0
     numbers[Field.TOP_K, len(draws) :] = 0
     numbers[Field.TOP_P, len(draws) :] = _bits(1.0)

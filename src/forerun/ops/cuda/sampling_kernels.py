@@ -289,7 +289,10 @@ def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
 
 @triton.jit
 def _place_bits(settings, num, row, num_rows, tick_bits, width):
-    """Return the number of tick bits (see _ticks) for a draw. A short list of ids that filters keep gets more bits."""
+    """Return the number of tick bits (see _ticks) for a draw. A short list of ids that filters keep gets more bits.
+
+    num: the number of ids that the filters of the row keep.
+    """
     is_listed = num <= _int_of(settings, MOST_LISTED, row, num_rows)
     is_cut = (
         (_int_of(settings, TOP_K, row, num_rows) > 0)
