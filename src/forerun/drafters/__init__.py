@@ -165,7 +165,8 @@ class Drafter:
 
         Every token must be drawn from the distribution that the draft's `probs` gives for the token. The drafter must
         call budget.go_on before each draw. A drafter that has not caught up with a sequence drafts nothing for that
-        sequence. The drafter must not change `seqs`, but it may lower the numbers in `budget`.
+        sequence. The drafter must not change `seqs`, but it may lower the numbers in `budget`. coins: for each
+        sequence, the random numbers with which tokens are drawn (see `Coins`).
         """
         raise NotImplementedError
 
@@ -194,10 +195,11 @@ class Drafter:
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
         """Return the tokens that may follow each node in levels[b], for the beam search of seqs[b] (seq.hypotheses).
 
-        The first level of a step lists the last nodes of the beams. Each later level lists nodes guessed in that step.
-        The entry of a node is None if there is no guess, or if the drafter has not caught up with the sequence.
-        Drafters that guess by `ahead` return one token for each node. Drafters that cannot guess for several nodes
-        leave `branches` False. catchup_tokens: as in Budget.
+        For each pass of the target, this method is called once for each level. The first level lists the last nodes of
+        the beams. Each later level lists the nodes that were guessed in the level before. The entry of a node is None
+        if there is no guess, or if the drafter has not caught up with the sequence. Drafters that guess by `ahead`
+        return one token for each node. Drafters that cannot guess for several nodes leave `branches` False.
+        catchup_tokens: as in Budget.
         """
         following: list[list[Next | None]] = []
         for seq, nodes in zip(seqs, levels, strict=True):

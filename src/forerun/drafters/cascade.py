@@ -44,10 +44,10 @@ class Options:
 
 
 class _InnerCoins:
-    """The random decisions of one inner round, in which the draft model judges one guess of the inner drafter.
+    """The random numbers of one inner round, in which the draft model judges one guess of the inner drafter.
 
-    Each decision is a draw with the coins of the outer round, on lanes (see `Coins`) that no other inner round uses.
-    start: the depth of the inner round's first token within the outer round. round: the number of the inner round.
+    All of them come from the outer round's `Coins`, on lanes (see `Coins.draft`) that no other inner round uses. start:
+    the depth of the inner round's first token within the outer round. round: the number of the inner round.
     """
 
     def __init__(self, coins: Coins, start: int, round: int) -> None:
@@ -124,7 +124,8 @@ class CascadeDrafter(Compound):
     ) -> dict[int, Draft]:
         """Return the inner drafter's guesses after the committed tokens of each sequence whose index is in `fed`.
 
-        Each guess leaves room for one more token, because the draft model adds a token to the guess.
+        Each guess leaves room for one more token, because the draft model adds a token to the guess. limits: for each
+        sequence, the most tokens to draft. coins: for each sequence, its random numbers (see `Coins`).
         """
         lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
         asked = [b for b in fed if lengths[b]]
@@ -133,7 +134,10 @@ class CascadeDrafter(Compound):
         return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, guesses, strict=True))
 
     def _guess(self, seq: Sequence, drafted: Seq[int], limit: int) -> Draft:
-        """Return the inner drafter's guess after the tokens `drafted`, which the inner drafter does not remember."""
+        """Return the inner drafter's guess after the tokens `drafted`, which the inner drafter does not remember.
+
+        limit: the largest number of tokens in the whole draft.
+        """
         length = min(self.inner_length, limit - len(drafted) - 1)
         tokens = self.inner.ahead(seq, drafted, length) if length > 0 else ()
         return Draft.chains([tokens], [[Probs.of_point(token) for token in tokens]])
@@ -149,8 +153,10 @@ class CascadeDrafter(Compound):
     ) -> dict[int, list[Emitted]]:
         """Run each sequence's tokens and guess through the draft model, and verify the guess with its distributions.
 
-        Returns the emitted tokens of each sequence, by index. They are distributed as the draft model's own draws. Each
-        token comes with the draft model's distribution and output row for the token's position.
+        feeds: the tokens of each sequence to run before its guess. chains: the drafts so far. coins: see `_InnerCoins`.
+        is_first: whether the tokens in `feeds` are committed. Returns the emitted tokens of each sequence, by index.
+        They are distributed as the draft model's own draws. Each token comes with the draft model's distribution and
+        output row for the token's position.
         """
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
@@ -191,7 +197,10 @@ class CascadeDrafter(Compound):
 
     @staticmethod
     def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
-        """Add emitted tokens to the draft of sequence b until pacing stops. Returns whether the draft may go on."""
+        """Add emitted tokens to the draft of sequence b until pacing stops. Returns whether the draft may go on.
+
+        limit: the largest number of tokens in the draft.
+        """
         for token, draft_probs, row in emitted:
             depth = len(chain.tokens)
             logits = None if isinstance(row, int) else row

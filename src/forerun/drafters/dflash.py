@@ -231,7 +231,10 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the Law for drawing at most `most` children. kind: as `kind_of` in shared/siblings.py returns it."""
+        """Return the Law for drawing at most `most` children. kind: as `kind_of` in shared/siblings.py returns it.
+
+        depth: the depth of the children. coins: the sequence's random numbers (see `Coins`).
+        """
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
@@ -240,7 +243,8 @@ class Law(NamedTuple):
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
         """Return an iterator over the children. Children that are not chosen already are drawn one by one, on demand.
 
-        lane: the lane (see `Coins`) of the first child's random draw.
+        lane: the lane (see `Coins`) of the first child's random draw. depth: the depth of the children. coins: the
+        sequence's random numbers.
         """
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
@@ -276,7 +280,8 @@ class Guess:
     def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
         """Return the Law for drawing at most `most` tokens after the drafted tokens `path`; None if no token is left.
 
-        Without penalties and masks, all paths of the same length have the same Law.
+        Without penalties and masks, all paths of the same length have the same Law. draws: the option that says how
+        siblings are drawn. coins: the sequence's random numbers (see `Coins`).
         """
         depth, params = len(path), replace(seq.params, logprobs=None)
         if depth not in self.laws or not only_filters(params, seq.bad_word_ids):
@@ -301,7 +306,8 @@ def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins,
 
     The value of a path is a product of probabilities. The factor of a token that was drawn as the r-th sibling is the
     r-th largest probability in its row. So values never rise with rank or depth. Therefore the heap of `best_nodes`
-    yields the paths in order without computing all paths.
+    yields the paths in order without computing all paths. draws: the option that says how siblings are drawn. coins:
+    the sequence's random numbers (see `Coins`).
     """
     most = budget.num_tokens[b]
     tokens, parents, probs = list[int](), list[int](), list[Probs]()

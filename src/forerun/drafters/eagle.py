@@ -200,7 +200,8 @@ class EagleDrafter(SearchingDrafter):
         """Run the head on the first waiting features of each sequence. Each feature is joined with the token after it.
 
         The cache rows are kept. feeds: each sequence, and the number of its features to run. wanted: as in Run.logits.
-        Returns the result of `_last`; [] with wanted="none".
+        Returns the result of `_last`; [] with wanted="none". reads_logits: whether pacing reads the logits, so that the
+        id of the largest logit is not enough.
         """
         if not feeds:
             return []
@@ -212,7 +213,10 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call. The loop in `own_draft` drafts the same tokens."""
+        """Draft the likeliest tokens of all sequences in one call. The loop in `own_draft` drafts the same tokens.
+
+        fed: the indices of the sequences that draft. limits: for each sequence, the number of tokens to draft.
+        """
         lengths = [limits[b] for b in fed]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
         if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
@@ -251,7 +255,10 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
-        """Run the head on one drafted token of each sequence. feeds: sequence, token, and the head's last output."""
+        """Run the head on one drafted token of each sequence. feeds: sequence, token, and the head's last output.
+
+        reads_logits: see `_feed`. Returns the result of `_last`.
+        """
         if not feeds:
             return []
         runs = [
@@ -273,11 +280,18 @@ class EagleDrafter(SearchingDrafter):
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Return whether a draw needs only the id of the largest logit, and the runner can return this id alone."""
+        """Return whether a draw needs only the id of the largest logit, and the runner can return this id alone.
+
+        reads_logits: see `_feed`.
+        """
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token, unless pacing stops or masks leave no token. Returns whether another one may follow."""
+        """Draw one more token, unless pacing stops or masks leave no token. Returns whether a further token may follow.
+
+        row: the head's logits, or the id of the largest logit. b: the sequence's index in `budget`. coins: the
+        sequence's random numbers (see `Coins`).
+        """
         following = next_of(row, seq, chain.tokens, self._ids, self._spread)
         return following is not None and chain.grow(*following, seq, b, budget, coins)
 

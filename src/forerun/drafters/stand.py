@@ -132,7 +132,10 @@ class Table:
         self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
 
     def _place(self, context: Gram) -> int:
-        """Return the row index of a context. A new context gets a new row; in a full table, the longest unused row."""
+        """Return the row index of a context. A new context gets a new row.
+
+        In a full table, a new context gets the row of the context that was not seen for the longest time.
+        """
         place = self._places.get(context)
         if place is not None:
             self._places.move_to_end(context)

@@ -120,7 +120,11 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def _better(
         self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
     ) -> Guess:
-        """Return the best guess from the first `stop` tokens of `text`, or `guess` if its score is at least as high."""
+        """Return the best guess from the first `stop` tokens of `text`, or `guess` if its score is at least as high.
+
+        context: the end of the request's text, whose suffixes are searched. most: the largest number of nodes in a
+        guess. end_ids: ids after which nothing is guessed.
+        """
         o = self.options
         if most <= guess.score:
             return guess

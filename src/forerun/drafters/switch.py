@@ -196,7 +196,10 @@ class SwitchDrafter(Compound):
     def _free_guesses(
         self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> dict[int, dict[int, Draft]]:
-        """Ask the members with `is_free`, and return their guesses by sequence and member, without empty guesses."""
+        """Ask the members with `is_free`, and return their guesses by sequence and member, without empty guesses.
+
+        asked: the indices of the sequences for which members are asked.
+        """
         guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
         for i, member in enumerate(self.members):
             if member.is_free:
@@ -210,7 +213,10 @@ class SwitchDrafter(Compound):
     def _timed(
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return the drafts of a member whose drafting costs time, and record the drafts and the drafting time."""
+        """Return the drafts of a member whose drafting costs time, and record the drafts and the drafting time.
+
+        member: the member's index. chosen: the indices of the sequences for which the member drafts.
+        """
         drafter = self.members[member]
         begun = self.clock()
         had = self.catchup_s
@@ -231,7 +237,8 @@ class SwitchDrafter(Compound):
     ) -> tuple[int | None, int]:
         """Return the member that drafts for a request (None = plain decoding), and how many nodes it may draft.
 
-        guesses: the guesses of the members with `is_free`, by member. most: the number of granted nodes.
+        guesses: the guesses of the members with `is_free`, by member. most: the number of granted nodes. num_sequences:
+        see `_promise`.
         """
         request.num_rounds += 1
         rates: dict[int | None, float] = {None: 1 / self._seconds(0, 0.0, num_sequences)}
@@ -258,11 +265,14 @@ class SwitchDrafter(Compound):
         return best, lengths[best]
 
     def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the expected tokens per second if a member drafts `num_nodes` nodes, each in `node_s` seconds."""
+        """Return the expected tokens per second if a member drafts `num_nodes` nodes, each in `node_s` seconds.
+
+        num_sequences: the number of sequences in the round.
+        """
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the seconds that a round of one sequence takes.
+        """Return the seconds that one sequence takes in a round with `num_sequences` sequences.
 
         The seconds are the sum of three times: the sequence's share of a pass without drafts, the time of its drafted
         rows, and its drafting time (`node_s` for each node). Before the first measurement, the unit is a pass over one

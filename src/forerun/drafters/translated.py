@@ -130,7 +130,10 @@ class Translated(Drafter):
         return dataclasses.replace(seq, tokens=tokens)
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft model's draft after the committed texts. A text without ids of this model gets no draft."""
+        """Return the draft model's draft after the committed texts. A text without ids of this model gets no draft.
+
+        coins: for each sequence, its random numbers (see `Coins`).
+        """
         mirrors = [self._followed(seq) for seq in seqs]
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)

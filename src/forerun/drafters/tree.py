@@ -211,7 +211,11 @@ class TreeDrafter(Compound):
         budget: Budget,
         coins: Coins,
     ) -> None:
-        """Draw the children of the nodes in `level`. rows: the draft model's logits after each of these nodes."""
+        """Draw the children of the nodes in `level`. rows: the draft model's logits after each of these nodes.
+
+        depth: the depth of the children. b: the index of `seq` in `budget`. coins: the random numbers of `seq` (see
+        `Coins`).
+        """
         lane, params = 0, self.model.params(seq)
         kind = kind_of(self.draws, params, seq)
         for at, row in zip(level, rows, strict=True):

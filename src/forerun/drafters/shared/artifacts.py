@@ -28,9 +28,10 @@ def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
 
 
 def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
-    """Write a fitted file. kind: the name of the `forerun train` command that fits it. tokenizer: a `fingerprint`.
+    """Write a fitted file. tokenizer: a `fingerprint`.
 
-    facts: further metadata, which `load` returns.
+    kind: the name after `forerun train` in the command that fits such files. facts: further metadata, which `load`
+    returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}

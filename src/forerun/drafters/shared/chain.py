@@ -41,7 +41,11 @@ class Chain:
     def grow(
         self, draft_probs: Probs, logits: Logits | None, seq: Sequence, b: int, budget: Budget, coins: Coins
     ) -> bool:
-        """Draw one more token, unless the pacing policy stops here. Returns whether another token may follow."""
+        """Draw one more token, unless the pacing policy stops here. Returns whether another token may follow.
+
+        draft_probs: the distribution of the token. logits: the logits that pacing reads; None = none were computed. b:
+        the index of `seq` in `budget`. coins: the random numbers of `seq` (see `Coins`).
+        """
         depth = len(self.tokens)
         if not budget.go_on(b, depth, draft_probs, logits):
             return False

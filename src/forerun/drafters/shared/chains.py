@@ -22,9 +22,10 @@ def draw_chains(
 ) -> Draft:
     """Draft a chain for each sequence, within a budget.
 
-    expected(seq, drafted): returns the distribution of the token after the committed tokens and the tokens `drafted`;
-    None ends the chain. logits(seq, depth): returns the model's logits [V] at that depth, or None if the model has not
-    computed them. A drafter without a model passes no `logits`.
+    coins: for each sequence, its random numbers (see `Coins`). expected(seq, drafted): returns the distribution of the
+    token after the committed tokens and the tokens `drafted`; None ends the chain. logits(seq, depth): returns the
+    model's logits [V] at that depth, or None if the model has not computed them. A drafter without a model passes no
+    `logits`.
     """
     chains = [_chain(seq, b, budget, coins[b], expected, logits) for b, seq in enumerate(seqs)]
     return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])

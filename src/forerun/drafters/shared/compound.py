@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Lanes:
-    """The random decisions of one member. Its draws use lanes (see `Coins`) that no other member uses."""
+    """The random numbers of one member. Its draws use lanes (see `Coins`) that no other member uses."""
 
     def __init__(self, coins: Coins, member: int, num_members: int) -> None:
         self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
@@ -89,7 +89,7 @@ class Compound(Drafter):
         """Return a member's draft for each of the chosen sequences. chosen: the indices of these sequences in `seqs`.
 
         A member may make random draws and still draft nothing, so that another member is asked for the same sequence.
-        Therefore each member has its own lanes of `Coins`.
+        Therefore each member has its own lanes of `Coins`. coins: for each sequence, its random numbers.
         """
         if not chosen:
             return []

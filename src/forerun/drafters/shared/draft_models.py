@@ -26,7 +26,8 @@ from forerun.text.tokenizer import compare
 def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
     """Make a drafter that runs the draft model `model` beside the target, with a cache as large as the target's.
 
-    holes: ids that are never drafted. layers: the layers that run and are cached; None = all.
+    options: how tokens are drawn. holes: ids that are never drafted. layers: the layers that run and are cached; None =
+    all.
     """
     cache = cache_for(model, target, layers)
     rows = head_rows("model", options.draft_vocab)

@@ -195,7 +195,8 @@ class FedModel(SearchingDrafter):
     def _granted(self, seq: Sequence, b: int, is_unread: bool, budget: Budget, room: Space) -> int:
         """Return how many tokens the model may draft for sequence b. is_unread: whether its encoder input was not run.
 
-        Lowers `budget.limits[b]` to the number of nodes, forced tokens included, that the model can run.
+        Lowers `budget.limits[b]` to the number of nodes, forced tokens included, that the model can run. room: the
+        cache blocks that are still free in this pass.
         """
         granted = 0 if is_unread else budget.num_tokens[b]
         most = budget.limits[b] if budget.limits else 0
@@ -207,7 +208,8 @@ class FedModel(SearchingDrafter):
     def _limit(self, seq: Sequence, granted: int, room: Space) -> int:
         """Return how many tokens to draft: at most `granted`, limited by the model's positions and room in the cache.
 
-        Drafted token i (counted from 1) is run at index L + i - 1, where L is the number of committed tokens.
+        Drafted token i (counted from 1) is run at index L + i - 1, where L is the number of committed tokens. room: see
+        `_granted`.
         """
         config = self.runner.model.config
         self._forget_rejected(seq)

@@ -90,7 +90,8 @@ class ModelDrafter(BranchingModel):
     def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
         """Return a Draw for each sequence, with which the runner draws the tokens of all sequences in one call.
 
-        [] = the runner takes the likeliest tokens. None = the runner cannot draw the tokens in one call.
+        [] = the runner takes the likeliest tokens. None = the runner cannot draw the tokens in one call. coins: for
+        each sequence of the batch, its random numbers (see `Coins`).
         """
         fed = [self._fed[seq.id] for seq, _ in feeds.values()]
         if all(own.best_only for own in fed):
@@ -129,7 +130,8 @@ class ModelDrafter(BranchingModel):
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless pacing stops the chain or masks leave no token.
 
-        Returns whether another token may follow.
+        Returns whether another token may follow. row: the model's logits, or the id of the largest logit. b: the
+        sequence's index in `budget`. coins: the sequence's random numbers (see `Coins`).
         """
         try:
             draft_probs = self.distribution(row, seq, chain.tokens)

@@ -58,7 +58,7 @@ class SearchingDrafter(Drafter):
         return Draft.joined([guesses.get(b, draft.only(b)) for b in range(len(seqs))]) if guesses else draft
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft of the model alone, as `propose` would without a search."""
+        """Return the draft of the model alone, as `propose` would without a search. coins: as for `propose`."""
         raise NotImplementedError
 
     def num_unread(self, seq: Sequence) -> int:

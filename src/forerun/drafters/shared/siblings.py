@@ -48,9 +48,9 @@ def children_of(
 ) -> Iterator[tuple[int, Probs, float]]:
     """Yield at most `num` child tokens, each with its distribution and the model's confidence in it.
 
-    The distribution of a token is the distribution from which it was drawn, or a point mass. kind: see `kind_of`. lane:
-    the lane (see `Coins`) of the first child's random draw; each further child uses the next lane. Point masses need no
-    random draws.
+    The distribution of a token is the distribution from which it was drawn, or a point mass. kind: see `kind_of`.
+    depth: the depth of the children. coins: the sequence's random numbers. lane: the lane (see `Coins`) of the first
+    child's random draw; each further child uses the next lane. Point masses need no random draws.
     """
     if draft_probs.point is not None:
         yield draft_probs.point, draft_probs, 1.0
