@@ -137,7 +137,7 @@ def _counting(services: Services, route: Count, errors: Errors) -> Callable[[Req
 def _refusing(
     errors: Errors, failure: ForerunError, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Response:
-    """Return the response that reports an error, with the headers that HTTP requires for its status.
+    """Return the response that reports the error `failure`, with the headers that HTTP requires for its status.
 
     errors: makes the status and the body in the form of an API. headers: further headers of the response.
     """

@@ -269,7 +269,7 @@ class Runner:
 
 
 def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
-    """Load the model of a configuration, and return the Requests for the model."""
+    """Load the model of a configuration, and return the Requests for the model. served_names: see `run`."""
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.memory.machine import spare_what_is_loaded
@@ -284,7 +284,10 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """Load an engine in this process. Yield the function (a Run) that answers requests with the engine."""
+    """Load an engine in this process. Yield the function (a Run) that answers requests with the engine.
+
+    served_names: see `run`. numbers: gets the report of each step.
+    """
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)
@@ -308,7 +311,7 @@ def _answer(
 ) -> None:
     """Load the model, and answer the requests that have no answer yet.
 
-    place: see `run`.
+    served_names, place: see `run`. numbers: gets the report of each step of the engine.
     """
     from forerun.engine.opened import Opened
 

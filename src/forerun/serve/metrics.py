@@ -165,7 +165,11 @@ class Metrics:
                 self._hear_part(part)
 
     def _hear_part(self, part: SequenceStep) -> None:
-        """Count the tokens that one drafter drafted for one request, and how many were tested and accepted."""
+        """Count the tokens that one drafter drafted for one request, and how many were tested and accepted.
+
+        part: the step of one request, with the nodes of one drafter. The tested tokens of a chain are the accepted
+        tokens and the first rejected token.
+        """
         self._of(self._granted, part.draft).observe(part.num_drafted)
         if part.num_drafted:
             self._of(self._num_drafts, part.draft).inc()

@@ -72,7 +72,7 @@ def _pages(column: int) -> int:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Run the `with` block, and end this process if the block takes too much.
+    """Run the `with` block, and end this process if the block takes too much processor time or memory.
 
     More than MOST_TRIED_S seconds of processor time end the process with SIGPROF. More than MOST_TRIED_BYTES of memory
     end the process with SIGABRT.

@@ -142,7 +142,7 @@ def _job(
 def _apply_template(texts: Reader, read: Given) -> Counted:
     """Render a conversation with the chat template. Return the prompt, and the names of ignored fields.
 
-    No answer is generated.
+    No answer is generated. texts: reads the bodies of the model. read: the fields of the body.
     """
     effort = read.fields.get("reasoning_effort")
     talk = Job(APPLY_TEMPLATE, texts.name, SamplingParams(), effort=effort, **chats.conversation(read))
@@ -241,7 +241,10 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
 
 
 def props(models: Models, key: str) -> dict[str, Any]:
-    """Return the properties of the first model. The web page of llama-server requests them before anything else."""
+    """Return the properties of the first model. The web page of llama-server requests them before anything else.
+
+    key: not used (see `Look`).
+    """
     service = models.first
     return {
         "default_generation_settings": {
@@ -260,7 +263,7 @@ def props(models: Models, key: str) -> dict[str, Any]:
 def slots(models: Models, key: str) -> list[dict[str, Any]]:
     """Return one slot for each sequence that the first model's batch can hold.
 
-    A slot does not say which request it holds.
+    A slot does not say which request it holds. key: not used (see `Look`).
     """
     llm = models.first.llm
     num_running = len(llm.engine.scheduler.running)

@@ -102,7 +102,10 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 
 
 def _count(texts: Reader, read: Given) -> Counted:
-    """Return the number of tokens of a conversation, and the names of ignored fields."""
+    """Return the number of tokens of a conversation, and the names of ignored fields.
+
+    texts: reads the bodies of the model. read: the fields of the body.
+    """
     job = texts.templated(_job(read, texts.name, {}, {}))
     return {"input_tokens": len(texts.encode(job)[0])}, job.ignored
 
@@ -174,7 +177,8 @@ def _thinks(thinking: Any) -> bool | None:
 def _effort(config: Any, read: Given) -> str | None:
     """Return the reasoning effort in the field `output_config`, such as "low"; None if the body gives no effort.
 
-    Raises Refused for an unsupported field of output_config, unless such fields are ignored.
+    config: the value of output_config. read: the fields of the body. Raises Refused for an unsupported field of
+    output_config, unless such fields are ignored.
     """
     if not isinstance(config, Mapping):
         raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")

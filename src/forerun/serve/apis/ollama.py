@@ -185,6 +185,8 @@ def _read(
     talk: a function that takes the fields of a body and returns the messages, the prompts, and the prompt to use if the
     model has no chat template. A body without messages and prompt asks only to load the model, or with keep_alive 0 to
     unload the model. For such a body the Job generates nothing, because the model is already loaded and stays loaded.
+    read: the fields of the body. model: the model's name in the answer. defaults: default values for fields of
+    SamplingParams.
     """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
@@ -482,12 +484,15 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def tags(models: Models, key: str) -> dict[str, Any]:
-    """Return the list of models for /api/tags. Each model has the name that appears in answers."""
+    """Return the list of models for /api/tags. Each model has the name that appears in answers.
+
+    key: not used (see `Look`).
+    """
     return {"models": [{**_known(one), "modified_at": _at(models.started_s)} for one in models.all]}
 
 
 def running(models: Models, key: str) -> dict[str, Any]:
-    """Return all models as running models, because every model stays loaded."""
+    """Return all models as running models, because every model stays loaded. key: not used (see `Look`)."""
     far = "9999-12-31T23:59:59Z"
     return {
         "models": [
@@ -498,12 +503,18 @@ def running(models: Models, key: str) -> dict[str, Any]:
 
 
 def version(models: Models, key: str) -> dict[str, Any]:
-    """Return the version of Ollama whose API this server follows, and the version of forerun."""
+    """Return the version of Ollama whose API this server follows, and the version of forerun.
+
+    key: not used (see `Look`).
+    """
     return {"version": FOLLOWED, "forerun": __version__}
 
 
 def _named(texts: Reader, read: Given) -> Counted:
-    """Return the name of the model that a body of /api/show asks for, and the names of ignored fields."""
+    """Return the name of the model that a body of /api/show asks for, and the names of ignored fields.
+
+    texts: reads the bodies of the model. read: the fields of the body.
+    """
     return {"model": texts.name}, tuple(read.ignored)
 
 

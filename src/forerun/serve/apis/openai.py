@@ -125,7 +125,8 @@ def _read(
     """Return the Job of a body.
 
     talk: a function that returns the prompts, or the conversation with its tools, as fields of the Job. num_logprobs: a
-    function that returns how many log-probabilities the body asks for.
+    function that returns how many log-probabilities the body asks for. read: the fields of the body. model: the model's
+    name in the answer. defaults: default values for fields of SamplingParams.
     """
     given = read.fields
     params = _params(given, {**_DEFAULTS[url], **defaults}, num_logprobs(given))
@@ -185,7 +186,8 @@ def _check_best_of(read: Given, n: int) -> None:
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
     """Return whether the answer is to be streamed, and the options of the stream. Raises Refused.
 
-    The options are {} unless the body asks for the usage (include_usage), because the other options need it.
+    The options are {} unless the body asks for the usage (include_usage), because the other options need it. read: the
+    fields of the body.
     """
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     if any(options.values()) and not stream:
@@ -195,7 +197,7 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
 
 
 def _prompts(read: Given) -> dict[str, Any]:
-    """Return the prompts, each a text or a list of token ids, as a field of the Job. Raises Refused."""
+    """Return the prompts in a body, each a text or a list of token ids, as a field of the Job. Raises Refused."""
     prompt = read.fields.get("prompt")
     several = prompt if isinstance(prompt, list) and not are_ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or (one and are_ids(one)) for one in several):

@@ -36,7 +36,10 @@ _OF_IDS: Fields = {**honoured(model=TEXT), "tokens": required(array(ID), is_read
 
 
 def _tokenize(texts: Reader, read: Given) -> Counted:
-    """Tokenize a text or a conversation as for generation. Return the token ids, and the names of ignored fields."""
+    """Tokenize a text or a conversation as for generation. Return the token ids, and the names of ignored fields.
+
+    texts: reads the bodies of the model. read: the fields of the body.
+    """
     given, ignored = read.fields, tuple[str, ...]()
     if "content" in given:
         return _tokenize_content(texts, given), ()
@@ -76,7 +79,10 @@ def _tokenize_content(texts: Reader, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detokenize(texts: Reader, read: Given) -> Counted:
-    """Return the text that the token ids in a body stand for. Raises Refused."""
+    """Return the text that the token ids in a body stand for. Raises Refused.
+
+    texts: reads the bodies of the model. read: the fields of the body.
+    """
     ids = read.fields.get("tokens")
     num_ids = texts.tokenizer.num_ids
     if isinstance(ids, list) and len(ids) > (most := texts.max_seq_len):
@@ -90,7 +96,10 @@ def _detokenize(texts: Reader, read: Given) -> Counted:
 
 
 def _tokenizer_info(models: Models, key: str) -> dict[str, Any]:
-    """Return the first model's special tokens, context length and chat template, for clients that tokenize texts."""
+    """Return the first model's special tokens, context length and chat template, for clients that tokenize texts.
+
+    key: not used (see `Look`).
+    """
     llm = models.first.llm
     names = llm.tokenizer.id_to_token
     ends = [names[end] for end in sorted(llm.engine.end_ids) if end in names]
