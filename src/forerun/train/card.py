@@ -62,7 +62,7 @@ def write_card(
     parts = [
         INTRODUCTION + model_table((*target_history, target), (*history, draft)),
         pair_section(numbers),
-        data_section(target_run, corpus_counts(corpus), out),
+        data_section(target_run, corpus_counts(corpus)),
         stage_section((*target_history, target), (*history, draft)),
         samples_section(target / "model", prompts),
     ]
@@ -92,7 +92,10 @@ def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
 
 
 def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the rows of the table after the introduction: shapes, parameters, bytes, tokens, losses, date."""
+    """Return the rows of the table after the introduction: shapes, parameters, bytes, tokens, losses, date.
+
+    target_stages, draft_stages: the out folders of all training runs of each model, earliest first.
+    """
     stages = [[read_run(folder) for folder in folders] for folders in (target_stages, draft_stages)]
     runs = [runs_of_model[-1] for runs_of_model in stages]
     shapes = [run["options"]["shape"] for run in runs]
@@ -148,8 +151,11 @@ def pair_section(numbers: Path) -> str:
     return text
 
 
-def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: Path) -> str:
-    """Return the section on the data, with the hashes by which a reader can check the data."""
+def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]]) -> str:
+    """Return the section on the data, with the hashes by which a reader can check the data.
+
+    run: the target's run, as `read_run` returns it. counts: the result of `corpus_counts`.
+    """
     listed = "; ".join(f"{name} {n} modules, {chars:,} characters" for name, (n, chars) in counts.items())
     return (
         f"## Data\n\nThe standard library of CPython {run['python']}, without tests, tables and machine-dependent "
@@ -163,7 +169,8 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
     """Return the section with options and losses of each training run.
 
-    Earlier stages need no final line in their logs, because they may have been stopped early.
+    Earlier stages need no final line in their logs, because they may have been stopped early. target_stages,
+    draft_stages: the out folders of all training runs of each model, earliest first.
     """
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "

@@ -17,7 +17,8 @@ from forerun.types import SamplingParams
 class PairNumbers:
     """Holds the measured counts and rates of a target with its draft model, over all prompts.
 
-    alpha_hat: the share of tested tokens that were accepted; None where no token was tested.
+    num_tested: the number of accepted tokens, plus one for each draft with a rejected token. alpha_hat: the share of
+    tested tokens that were accepted; None where no token was tested.
     """
 
     temperature: float

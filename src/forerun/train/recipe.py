@@ -174,7 +174,7 @@ def _sample(
     """Let the target write samples until the time for sampling is over, or all questions are answered.
 
     The target writes at least LEAST_TOKENS tokens; if the questions end earlier, BadOption is raised. Returns the new
-    state.
+    state. sampling: the options of the sampling. layers: the layers of the target after which hidden states are stored.
     """
     begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
     num_tokens = 0
@@ -210,7 +210,10 @@ def _sample(
 
 
 def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
-    """Return the options for sampling, with lengths of texts that fit into max_positions."""
+    """Return the options for sampling, with lengths of texts that fit into max_positions.
+
+    max_positions: the target's largest number of tokens in a sequence.
+    """
     asked: dict[str, Any] = {"chat": 0.9} if config.questions else {}
     return SampleConfig(
         out=config.out / SAMPLES,

@@ -35,7 +35,8 @@ def fit(
 
     The shares are the result of `measure`. The drafter `tree:shape=sequoia,file=FILE` reads the file. draft: None = the
     shipped draft model, for the shipped target only. prompts: a prompts.jsonl; None = pieces of held-out Python
-    sources. Raises UserError.
+    sources. num_prompts: the largest number of texts. longest: the number of tokens after which a text is cut.
+    num_ranks: the number of ranks in the shares. Raises UserError.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -57,12 +58,12 @@ def fit(
 def measure(
     target: Checkpoint, draft: Checkpoint, texts: Seq[Seq[int]], num_ranks: int, longest: int, seed: int = 0
 ) -> Floats:
-    """Return for each rank the share of positions at which the child of this rank is accepted, [2, num_ranks].
+    """Return the share of positions at which the child of rank r is accepted, [2, num_ranks].
 
-    Row 0 is for greedy decoding: the share of positions where the target's likeliest id has this rank in the draft
-    model's distribution. Row 1 is for temperature 1: the mean probability that the child of this rank, drawn without
-    replacement, is accepted by recursive rejection. The positions are all positions of the texts, which are given as
-    ids and cut after `longest` ids.
+    Row 0 is for greedy decoding: the share of positions where the target's likeliest id has rank r in the draft model's
+    distribution; rank 0 is the likeliest id. Row 1 is for temperature 1: the mean probability that the child of rank r,
+    the (r + 1)-th id drawn without replacement, is accepted by recursive rejection. The positions are all positions of
+    the texts, which are given as ids and cut after `longest` ids.
     """
     rng = np.random.default_rng(seed)
     shares = np.zeros((2, num_ranks))

@@ -134,7 +134,7 @@ class SteppingHead:
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features [1, n, H] that the head reads in the next drafting step.
+        """Return the features [1, n, H] that the head reads in its next step j, which is one guess (see the module).
 
         stream [1, n, H]: the residual stream of n rows after the head's layer.
         """
@@ -172,14 +172,17 @@ class SteppingHead:
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss (`Rows.numbers`) by step. In every step, all rows are measured."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by step j of the head (see the module).
+
+        In every step, all rows are measured.
+        """
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each step the learned rows [S, L] bool, their logits, and the target's logits, float32 [R, n].
+        """Yield for each step j of the head (see the module) the learned rows, their logits, and the target's logits.
 
-        R is the number of learned rows, and n the number of drafted ids. going_on [L] bool: the rows that continue
-        after step 0; None = all rows.
+        The rows are [S, L] bool, and the logits float32 [R, n]. R is the number of learned rows, and n the number of
+        drafted ids. going_on [L] bool: the rows that continue after step 0; None = all rows.
         """
         steps = range(self._learning.steps)
         learned = [batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1)) for j in steps]
@@ -292,11 +295,11 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
 def _attend(
     q: Tensor, first: tuple[Tensor, Tensor], later: Seq[tuple[Tensor, Tensor]], mask: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
-    """Return the attention of some rows to all keys of the first step, under the mask, and to own keys of later steps.
+    """Return the attention of some rows to all keys of step 0, under the mask, and to own keys of later steps.
 
     rows [S, L] bool: the rows that attend. q [heads, R, D]: the queries of these rows, in order. first: keys and values
-    of the first step, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D]; row r attends only
-    to key r. The result is [heads, R, D].
+    of step 0, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D]; row r attends only to key
+    r. The result is [heads, R, D].
     """
     attended, begin = list[Tensor](), 0
     for packed, num in enumerate(rows.sum(1).tolist()):
