@@ -167,8 +167,9 @@ class AssistantDrafter(SearchingDrafter):
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
         """Run the assistant on one row for each sequence.
 
-        tokens: the token of each row. rows: for each sequence, the row [1, size] from the step before. Returns the
-        logits or the best id after each row, and the rows for the next step, [n, size].
+        tokens: the token of each row. rows: for each sequence, the row [1, size] that the call for the token before
+        returned, or the target's hidden state. best_only: whether the id of the largest logit is enough. Returns the
+        logits or the best id after each row, and the rows for the call for the next token, [n, size].
         """
         model = self.model
         positions = [len(seq.tokens) - 1 for seq in seqs]

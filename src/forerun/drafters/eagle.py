@@ -2,7 +2,7 @@
 
 Row i joins the features of token i with the embedding of token i+1, and guesses token i+2. The features of a token are
 the target's residual streams after a few layers, joined by one matrix product. For tokens that the target has not run,
-the head's own output of the step before replaces the features. After a round, the cache rows of these tokens are
+the head's own output in the row before replaces the features. After a round, the cache rows of these tokens are
 dropped, and the accepted tokens are run with the target's features. `forerun train head --method eagle` trains a head.
 
 As in EAGLE-3, the features come from several layers, and the head is trained on its own outputs. Unlike in EAGLE-3, one
@@ -63,10 +63,10 @@ class Options:
 class _Text:
     """The head's state for one sequence. The head reads features: the target's hidden states of each token.
 
-    first: the index of the first token with features. waiting: features that are joined, and that the head has not run
-    yet. seen: the features of the `num_seen` tokens after these, which are not joined yet. Each pass of the target adds
-    one entry: a list with the features after each layer. num_run: the number of cache rows run with the target's
-    features.
+    first: the index of the first token with features. waiting: features that the head has not run yet, one row for each
+    token. A matrix product has made each row from the rows of all layers. seen: features of the `num_seen` tokens after
+    the tokens of `waiting`, with separate rows for each layer. Each pass of the target adds one entry: a list with the
+    features after each layer. num_run: the number of cache rows run with the target's features.
     """
 
     first: int = -1
@@ -246,7 +246,10 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """Remove all features of a sequence without joined features, and return a Run of the tokens after them."""
+        """Remove the features in `seen` (see `_Text`), and return a Run of the tokens after them.
+
+        `waiting` must be empty.
+        """
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run += text.num_seen

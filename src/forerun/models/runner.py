@@ -1,7 +1,8 @@
-"""Runs a model: packs runs of new tokens into a ragged batch, runs the batch, and returns the logits of each run.
+"""Runs a model: packs new tokens of sequences into a ragged batch, computes a pass, and returns the logits.
 
-The class Runner serves target and draft models. A run may be a chunk of a prompt, one token of a plain step, a draft to
-verify, or the committed tokens that a draft model has not run yet. All of these are the same operation.
+The class Runner serves target and draft models. The new tokens of one sequence are a `Run`: a chunk of a prompt, one
+token of a plain step, a draft to verify, or the committed tokens that a draft model has not run yet. All of these are
+the same operation.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Runner:
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Run the tokens of all runs in one pass, and return the results.
+        """Compute the tokens of all `runs` in one pass, and return the results.
 
         The pass reserves cache rows for the tokens and writes them; only `cache.keep` commits them. Raises
         CapacityError where the cache has too few free rows.
@@ -360,7 +361,7 @@ def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[
 
 
 def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> RaggedBatch:
-    """Pack runs into one ragged batch without padding. sources: the encoder inputs of an encoder-decoder."""
+    """Pack `runs` into one ragged batch without padding. sources: the encoder inputs of an encoder-decoder."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):
