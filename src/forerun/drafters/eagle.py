@@ -65,8 +65,8 @@ class _Text:
 
     first: the index of the first token with features. waiting: features that the head has not run yet, one row for each
     token. A matrix product has made each row from the rows of all layers. seen: features of the `num_seen` tokens after
-    the tokens of `waiting`, with separate rows for each layer. Each pass of the target adds one entry: a list with the
-    features after each layer. num_run: the number of cache rows run with the target's features.
+    the tokens of `waiting`, with separate rows for each layer. Each pass of the target adds one entry to `seen`: a list
+    with the features after each layer. num_run: the number of cache rows run with the target's features.
     """
 
     first: int = -1
