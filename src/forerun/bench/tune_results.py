@@ -56,7 +56,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed-up of a way to draft over plain decoding, and the least and the greatest speed-up of a single round."""
+    """The speed-up of a way to draft over plain decoding, and its lowest and highest value in one benchmark round.
+
+    In each round of the benchmark, every way to draft runs all prompts. num_rounds: the number of rounds.
+    """
 
     speedup: float
     least: float

@@ -25,7 +25,7 @@ app = App("What --kv-disk keeps: blocks of KV caches, by model.")
 
 @app.command("list")
 def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
-    """List the models in the folder, with their tokens, bytes and the time of the last use."""
+    """List the models whose KV blocks --kv-disk keeps, with their tokens, bytes and the time of the last use."""
     from forerun.kv.disk import kept
 
     models = kept(_folder(folder, kv_disk))

@@ -273,7 +273,10 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """Return, for the last row of each run, its logits or best id, and the output row that the next step reads."""
+        """Return, for the last row of each sequence's run, the prediction, and the output row that the next step reads.
+
+        The prediction is the id of the largest logit if the run has `best_only`, else logits.
+        """
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]

@@ -116,9 +116,10 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights of a block, with `offset` added to the norms before the matrix product (SIDES).
+    """The stored weights of a block, with `offset` added to two norms: `embedding_norm` and `hidden_norm` (SIDES).
 
-    The stored norms do not contain the offset, but a head's norms must contain it.
+    These norms are applied to the token's embedding and to the target's features. The stored norms do not contain the
+    offset, but a head's norms must contain it.
     """
 
     stored: StoredWeights

@@ -154,7 +154,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build the drafter from the folder of the vectors. Raises the errors of shared/head_files.py."""
+    """Build the drafter from the folder of trained look-ahead vectors. Raises the errors of shared/head_files.py."""
     path = head_files.located(options.path, "pass")
     config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
     shapes = {head_files.LOOK_AHEAD: (size(config, "num_look_ahead"), target.model.config.hidden_size)}

@@ -44,7 +44,7 @@ class Copy:
         self._resync_n, self._ids = resync_n, np.array(prediction, dtype=np.int64)
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Move the pointer along with the unread committed tokens before index `stop`."""
+        """Update the pointer for each committed token from index `num_read` to `stop` - 1, as the module says."""
         for i in range(self.num_read, stop):
             if self.at is not None and self.next_token(0) == tokens[i]:
                 self.at += 1

@@ -1,9 +1,9 @@
 """Runs several drafters in one batch: each sequence is served by the drafter that its request chose.
 
 If a drafter raises a UserError, it does not suit the requests for which it was called, and these requests are decoded
-plainly from then on. A drafter that raises any other error is broken and is not called again. Neither case changes
-greedy and `match` texts, or the distribution of sampled texts. For this, no drafter may raise an error because of the
-value of a token that it drew: such an error would change the distribution.
+plainly from then on. A drafter that raises any other error is broken and is not called again. Neither case changes the
+texts of requests that are greedy or have the acceptance rule `match`, or the distribution of sampled texts. For this,
+no drafter may raise an error because of the value of a token that it drew: such an error would change the distribution.
 """
 
 from __future__ import annotations

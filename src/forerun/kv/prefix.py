@@ -112,9 +112,10 @@ class PrefixIndex:
             self._evictable[block] = None
 
     def evict(self) -> int:
-        """Withdraw and return the block that has been unused longest, in the queue with more blocks.
+        """Withdraw and return the next block to evict: the longest unused block of the longer queue.
 
-        There must be an evictable block.
+        One queue holds the blocks that a window has passed. The other queue holds all other evictable blocks, and is
+        chosen if both have the same length. There must be an evictable block.
         """
         queue = self._passed if len(self._passed) > len(self._evictable) else self._evictable
         block, _ = queue.popitem(last=False)

@@ -400,7 +400,9 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
 def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
     """Return the rotary positions that `rope`, a mapping inside config.json, describes.
 
-    c: the whole config.json. turned_of: the head size, see `rope_of`.
+    c: the whole config.json. turned_of: the head size, for a family that may rotate only the part partial_rotary_factor
+    of a head; None = the family rotates whole heads, and UnsupportedModel is raised for another partial_rotary_factor
+    than 1.
     """
     rope = given(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))

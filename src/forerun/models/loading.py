@@ -172,9 +172,10 @@ def _give_freed_memory_back() -> None:
 
 
 def checked(source: Source, spec: Spec, path: Path) -> Spec:
-    """Check the names and shapes of all tensors, and return the spec that `as_stored` returns.
+    """Check the names and shapes of all stored tensors, and return the spec with which to load the model.
 
-    Raises UnsupportedModel unless the source has exactly the tensors of that spec. path: the checkpoint, for messages.
+    The returned spec is `spec`, but with an untied LM head if the files store such a head (see `as_stored`). Raises
+    UnsupportedModel unless the source has exactly the tensors of the returned spec. path: the checkpoint, for messages.
     """
     spec = as_stored(source, spec)
     check_shapes(stored_shapes(source, spec), weight_shapes(spec), str(path), in_one_file=path.is_file())

@@ -254,10 +254,11 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield, for each part of a tensor that is ordered by key head (`Fused.by_key_head`), the part's row indices.
+    """Yield, for each part of a fused tensor whose rows are ordered by key head, the part's row indices in the tensor.
 
-    For a part that joins q, k and v, all rows of q come first, then all rows of k, then all rows of v. sizes: each
-    part's row count.
+    `Fused.by_key_head` describes this order. The indices are in the order of our matrix. If a part joins the matrices
+    q, k and v, the indices of all rows of q come first, then of all rows of k, then of all rows of v. sizes: each
+    part's row count. The lists are empty unless the spec's blocks have one kind of recurrence.
     """
     recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
     if len(recurrences) != 1:
@@ -466,10 +467,11 @@ SIZES = {
 
 
 def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
-    """Return the map of tensor names for a text model in a multimodal checkpoint.
+    """Return the map from published tensor names to our names, for a text model in a multimodal checkpoint.
 
     The map covers the names that versions 4 and 5 of transformers write. more: the modules that the text model's blocks
-    have and Llama's blocks lack. beside: names of the checkpoint's other parts, such as the vision model.
+    have and Llama's blocks lack. beside: names of the checkpoint's other parts, such as the vision model. Tensors of
+    these parts are left out.
     """
     inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
     outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}

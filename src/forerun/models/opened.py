@@ -105,9 +105,10 @@ class OpenedCheckpoint:
         return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
-        """Return an opened checkpoint for a new model, which is made in memory from this checkpoint's model.
+        """Return an OpenedCheckpoint with this checkpoint's files and the spec `spec`. No weights are read or computed.
 
-        spec: the spec of the new model. tokenizer: the tokenizer of the new model; None = this checkpoint's tokenizer.
+        The result describes a model that the caller makes in memory by changing or widening this checkpoint's model.
+        tokenizer: the tokenizer of the new model; None = this checkpoint's tokenizer.
         """
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
         widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)

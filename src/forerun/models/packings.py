@@ -124,9 +124,10 @@ class Floats:
 
     @staticmethod
     def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
-        """Return the scheme for operators that compute with 8-bit floats; None where `group` does not divide a row.
+        """Return the scheme for operators that compute with 8-bit floats; None if `group` does not divide `num_in`.
 
-        group: the number of columns that share a scale. scales: the dtype of the scales in the file.
+        num_in: the number of columns of the matrix. group: the number of columns that share a scale. scales: the dtype
+        of the scales in the file.
         """
         return None if num_in % group else Scheme(8, group, "zero", SCALE_DTYPES[scales], zero=0, floats=True)
 

@@ -52,7 +52,7 @@ class Sources:
             self._cache.truncate_to(source_slot(slot), 0)
 
     def release(self, slot: int) -> None:
-        """Drop a sequence's source and release its rows. A slot without a source is ignored."""
+        """Drop the source of the sequence in `slot`, if there is one, and release the source's rows in the KV cache."""
         if self._known.pop(slot, None) is not None:
             self._cache.release(source_slot(slot))
 

@@ -522,7 +522,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 @cache
 def _buckets(buckets: Buckets, device: torch.device) -> Tensor:
-    """Return the buckets of distances as a tensor, copied to its device once."""
+    """Return `buckets_of_distances(buckets)` as a tensor on `device`. Each device gets one copy, which is cached."""
     with torch.inference_mode(False):
         return torch.from_numpy(buckets_of_distances(buckets)).to(device)
 

@@ -66,7 +66,7 @@ def sinusoids(num: int, width: int) -> Singles:
 
 
 def turned(rope: Rope, head_dim: int) -> int:
-    """Return the number of a head's dimensions in a table of rotations. Some of these dimensions may rotate by 0."""
+    """Return how many of a head's dimensions have entries in a table of rotations. Some entries may rotate by 0."""
     return head_dim if rope.kind == "proportional" else rope.dims or head_dim
 
 

@@ -55,10 +55,11 @@ _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 
 
 def params_of_format(given: Mapping[str, Any], response_format: str = RESPONSE_FORMAT) -> dict[str, Any]:
-    """Return the fields of SamplingParams for the form that a body asks for. Raises Refused, naming the field at fault.
+    """Return the fields of SamplingParams for the output format (such as a JSON schema) that a body asks for.
 
-    response_format: this API's name for the field that OpenAI's chats call response_format. The fields guided_* are
-    only checked for conflicts; `params_of` converts them.
+    given: the fields of the body. response_format: the field of `given` that this API has in place of the field
+    response_format of OpenAI's chat completions. The fields guided_* are only checked for conflicts; `params_of`
+    converts them. Raises Refused, which names the invalid or conflicting field.
     """
     fields, said = dict[str, Any](), dict[str, str]()  # fields of SamplingParams, and the body's field for each
     parts = {

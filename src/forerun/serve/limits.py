@@ -129,7 +129,10 @@ class Place:
         self._gate, self.num, self.is_generating = gate, 1, False
 
     def grow(self, num: int) -> None:
-        """Enlarge the place to `num` choices. Raises Refused if the Gate has too little room."""
+        """Raise the request's number of choices to the total `num`, and mark the request as generating.
+
+        Raises Refused if the Gate has no room for the additional choices.
+        """
         self._gate.check(num - self.num)
         self._gate.num_taken += num - self.num
         self.num, self.is_generating = num, True

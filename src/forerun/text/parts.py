@@ -339,6 +339,9 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_tail(text: str, marks: Seq[str]) -> int:
-    """Return the length of the longest end of a text with which a mark may begin. A whole mark does not count."""
+    """Return the length of the longest suffix of `text` with which a mark begins; 0 = there is no such suffix.
+
+    The suffix is shorter than the longest mark. The text must not contain a whole mark.
+    """
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

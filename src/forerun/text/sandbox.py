@@ -254,9 +254,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """Count an iteration of a loop. Returns True.
+        """Count an iteration of a loop against the budget. Raises TooMuch beyond a limit of the budget.
 
-        num_characters: the length of the template text inside the loop.
+        Returns True, so that the call can stand before a loop's condition, joined by `and`. num_characters: the length
+        of the template text inside the loop; 0 for a call in a condition.
         """
         self.budget.step(num_characters)
         return True

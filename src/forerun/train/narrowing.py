@@ -26,7 +26,7 @@ DOWN = "down_proj.weight"
 
 
 def narrowed(decoder: Spec, size: int) -> Spec:
-    """Return the spec of a one-layer head with at most `size` inner outputs in its feed-forward part."""
+    """Return `decoder` with only its first layer, whose feed-forward part gets at most `size` intermediate outputs."""
     block = decoder.blocks[0]
     assert block.mlp is not None
     return replace(decoder, blocks=(replace(block, mlp=replace(block.mlp, size=min(size, block.mlp.size))),))

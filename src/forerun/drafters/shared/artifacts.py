@@ -28,10 +28,10 @@ def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
 
 
 def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
-    """Write a fitted file. tokenizer: a `fingerprint`.
+    """Write a file for a drafter, with the arrays that a command `forerun train ...` computed.
 
-    kind: the name after `forerun train` in the command that fits such files. facts: further metadata, which `load`
-    returns.
+    kind: the command's name after `forerun train`. tokenizer: the `fingerprint` of the tokenizer to which the arrays'
+    token ids belong. facts: further metadata, which `load` returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}

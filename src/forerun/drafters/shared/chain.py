@@ -75,12 +75,14 @@ def next_of(
     ids: Seq[int] | None = None,
     spread: Callable[[Logits], Logits] | None = None,
 ) -> tuple[Probs, Logits | None] | None:
-    """Return the distribution of the token after the tokens `drafted`, by the request's sampling, and its logits [V].
+    """Return the distribution from which to draw the token after the tokens `drafted`, and the drafter's logits [V].
 
-    row: the drafter's output for that token: logits, or the id of the largest logit. With an id, None is returned in
-    place of the logits. ids: maps the head's ids to the target's ids; None = both are equal. spread: turns the head's
-    logits into logits of all the target's ids. Returns None if the largest logit is not finite (as with NaN), or if
-    masks leave no token. This raises no error, because the target raises one if masks leave it no token.
+    The distribution follows the sampling parameters and masks of `seq`; the logits do not. row: the drafter's output
+    for the token: logits, or the id of the largest logit. With an id, the distribution is a point mass, and None
+    replaces the logits. ids: maps the drafter's ids to the target's ids; None = both are equal. spread: turns the
+    drafter's logits into logits of all the target's ids; None = `row` has these logits. Returns None if the largest
+    logit is not finite (as with NaN), or if masks leave no token. This raises no error, because the target raises one
+    if masks leave it no token.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

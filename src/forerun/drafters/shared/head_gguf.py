@@ -41,8 +41,8 @@ class _Kind:
     method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: maps the GGUF
     names of tensors outside the blocks to their published names. layer: the beginning of a block's published names; {}
     stands for the block's number. inner: maps the endings of GGUF names of tensors in a block to their published names.
-    Only tensors whose published names are not the usual names of the architecture are listed there. keys: the names of
-    the metadata entries that describe the head.
+    `inner` lists only tensors whose published names differ from the usual names of the architecture `blocks`. keys: the
+    names of the metadata entries that describe the head.
     """
 
     method: str

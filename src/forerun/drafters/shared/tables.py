@@ -33,7 +33,7 @@ NOTHING: Row = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Table(Protocol):
-    """Counts how often each token occurs, and how often after each other token."""
+    """Holds token counts: how often each token occurs, and how often each token follows each token (bigrams)."""
 
     def unigram(self) -> Row:
         """Return the most frequent ids and their counts, at most MOST_IDS."""
@@ -50,7 +50,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options: the source of the counts, and how tokens are chosen from the counts."""
+    """The options: the text in which tokens are counted, and how draft tokens are chosen from these counts."""
 
     method: ClassVar[str]
     path: str | None = option(None, "file of `forerun train ngram`; none = count the request's own text")

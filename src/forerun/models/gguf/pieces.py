@@ -18,9 +18,10 @@ def pieces_of(name: str) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Map each model to the names of all its files. names: file names, at least one of each model.
+    """Map each model to the names of all its files, as the piece count in a file name gives them.
 
-    The key of a model is the name of its first piece, or of its only file.
+    names: for each model, the name of at least one of its files. The key of a model is the name of its first piece, or
+    of its only file.
     """
     all_pieces = [pieces_of(name) for name in names]
     return {pieces[0]: pieces for pieces in all_pieces}

@@ -48,8 +48,9 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme
 class NativeSizes:
     """The memory that the native operators take. Weights and caches are float32 or bfloat16, and rows are float32.
 
-    schemes: by model name, the schemes of the model's quantised matrices. rounded: the names of models whose matrices
-    are rounded in memory. Such matrices are packed in rounded form, whatever `dtype` is.
+    schemes: by model name, the schemes of the model's quantised matrices. rounded: the names of draft models whose
+    matrices are quantised copies of the target's matrices, computed in memory. The quantised matrices of these models
+    are packed in quantised form, whatever `dtype` is.
     """
 
     dtype: str
@@ -96,7 +97,10 @@ class NativeSizes:
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return one part each for all models' buffers, the largest pass's results, and freed memory that is kept."""
+        """Return three parts: the buffers of all models, the largest results of a pass, and freed memory that is kept.
+
+        The results are hidden states and logits. passes: the largest pass of each model.
+        """
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
         parts = []

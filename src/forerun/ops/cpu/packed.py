@@ -119,7 +119,8 @@ class Format:
         """Return the arguments of the native `fill`: codes, two arrays of floats, and two arrays of integers.
 
         With two levels of scales, the floats are super scales and super minimums, and the integers are scales and
-        minimums. Otherwise the floats are scales and subtracted numbers, and there are no integers.
+        minimums. Otherwise the floats are scales and offsets, and None replaces the integers. The offsets are minimums
+        if `offset` is 2, else zero points. num_in: the number of weights in a row.
         """
         rows = rows if self.table else rows.looked_up()
         codes = np.ascontiguousarray(rows.codes)

@@ -25,10 +25,12 @@ def routed(
 ):  # fmt: skip
     """Choose the experts of one row from the router's partial sums; on ties, the lowest expert id.
 
-    parts: the partial sums, [SPLITS, num_rows, num_experts]. ids, shares: the chosen experts and their weights,
-    [num_rows, CHOSEN]. live [num_rows]: 0 = the row is padding, and its ids are -1. counts [2]: set to 0. ALONE:
-    whether there is only one row. If so, this kernel also writes order, tiles and counts, in place of `grouped`.
-    CHOICES: a power of two, at least CHOSEN. BLOCK: a power of two, at least num_experts.
+    parts [SPLITS, num_rows, num_experts]: the partial sums. A score is the sum plus the bias (if BIAS), times
+    score_scale. ids, shares [num_rows, CHOSEN]: the chosen experts and their weights. A weight is multiplied by `scale`
+    and, if SCALED, by the expert's entry in expert_scales. live [num_rows], if LIVE: 0 = the row is padding, and its
+    ids are -1. order, tiles, counts [2]: see `grouped`. ALONE: whether there is only one row. If so, this kernel writes
+    order, tiles and counts, and `grouped` does not run. Otherwise counts are set to 0 for `grouped`. CHOICES: a power
+    of two, at least CHOSEN. BLOCK: a power of two, at least num_experts. EARLY: see `_begun`.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -217,12 +219,14 @@ def experts_added(
     SPLITS: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, SHARED_BIAS: tl.constexpr, GATES: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add up the outputs of a row's experts, in the order in which they were chosen, then the shared expert's output.
+    """Add up a row's expert outputs, each times its weight, in the order of choice, then the shared expert's output.
 
-    out: [num_rows, width]. parts [SPLITS, num_rows * CHOSEN, width]: partial sums of the chosen experts. shared
-    [SHARED, num_rows, width]: partial sums of the expert that all rows share; SHARED = 0: there is no such expert.
-    gates [GATES, num_rows]: partial sums of the shared expert's gate. The output of the shared expert is multiplied by
-    the sigmoid of the gate; GATES = 0: it is added as it is.
+    out: [num_rows, width]. ids, shares [num_rows, CHOSEN]: the chosen experts and their weights; id -1 adds nothing.
+    parts [SPLITS, num_rows * CHOSEN, width]: partial sums of the chosen experts. shared [SHARED, num_rows, width]:
+    partial sums of the expert that all rows share; SHARED = 0: there is no such expert. shared_bias [width], if
+    SHARED_BIAS: the bias of the shared expert. gates [GATES, num_rows]: partial sums of the shared expert's gate. The
+    output of the shared expert is multiplied by the sigmoid of the gate; GATES = 0: the output is added unchanged.
+    EARLY: see `_begun`.
     """
     _begun(EARLY)
     row = tl.program_id(0)

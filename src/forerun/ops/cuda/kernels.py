@@ -279,7 +279,10 @@ def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: t
 
 @triton.jit
 def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """Unpack words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits, into weights [4, 2, 8, N, 2, 4, 2]."""
+    """Unpack words [4, 8, 4, N, 2], each of four 8-bit numbers, into weights [4, 2, 8, N, 2, 4, 2].
+
+    KIND: "int8" = signed integers; otherwise e4m3 floats. PRECISION: "widened" = float32 weights; otherwise bfloat16.
+    """
     if PRECISION == "widened":
         a0, a1 = _byte(words << 24, KIND), _byte(words << 8, KIND)
         a2, a3 = _byte(words << 16, KIND), _byte(words, KIND)

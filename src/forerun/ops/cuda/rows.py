@@ -137,9 +137,10 @@ def fill(
 
 
 def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-    """Write the plan (Rows) of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
+    """Fill `numbers` with the plan (Rows) of a pass that writes no keys, and return the most keys that a row sees.
 
-    See `fill` for the other arguments and the result.
+    A run is the rows of one sequence in the pass. Each row of run b sees lengths[b] keys, in the blocks tables[b].
+    layout: a layout that holds the pass.
     """
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)

@@ -227,7 +227,10 @@ def _whole(name: str, value: Any) -> Any:
 
 
 def _options(read: Given) -> dict[str, Any]:
-    """Return the sampling parameters in the field `options` of a body, under Ollama's names. Raises Refused."""
+    """Return the sampling parameters in the field `options` of a body. The returned keys are Ollama's names.
+
+    Raises Refused for an invalid option, unless the server may ignore the option.
+    """
     options = read.fields.get("options", {})
     found = dict[str, Any]()
     if not isinstance(options, Mapping):

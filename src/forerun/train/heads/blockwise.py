@@ -80,7 +80,10 @@ class Head(medusa.Head):
         self.weights["output.bias"].copy_(fitted[:, -1])
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the hidden states plus output `head` (from 0) of the layer, for the learned rows, [R, H]."""
+        """Return the sum of the hidden states and output `head` (from 0) of the layer, [R, H].
+
+        learned [S, L] bool: marks the R tokens of the batch for which the sum is computed.
+        """
         x = batch.hidden[learned].float()
         width = x.shape[-1]
         output = slice(head * width, (head + 1) * width)

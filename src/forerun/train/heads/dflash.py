@@ -150,7 +150,10 @@ class Head:
             yield learned, logits, target
 
     def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """Return the residual stream after the drafter's last layer for the rows of all blocks, [S, A * block, H]."""
+        """Return the residual stream after the drafter's last layer, [S, A * block, H], for the tokens of all blocks.
+
+        anchors [A]: the indices of the anchors in a row of the batch. Each anchor begins a block of `block` tokens.
+        """
         block = self.options.block
         context = self._context(batch)
         at = batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)

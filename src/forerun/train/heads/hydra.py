@@ -37,9 +37,10 @@ class Head(medusa.Head):
     """All heads in float32, with gradients. Before the first step, each head computes the logits of the LM head."""
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """Return the first weights, by name. width: the hidden size.
+        """Return the initial weights of all heads, by their names in the file. width: the hidden size.
 
-        The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings.
+        The input of block 0 of head k joins k + 2 vectors: a hidden state and k + 1 embeddings. All weights are 0,
+        except that block 0 passes the hidden state through unchanged.
         """
         weights: dict[str, Tensor] = {}
         for head in range(self.options.heads):
