@@ -501,11 +501,6 @@ Metadata = Mapping[str, Any]  # the metadata keys of an architecture, without th
 More = Callable[[Metadata, Collection[str]], dict[str, Any]]
 
 
-def nothing_more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return no further entries of config.json."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Gguf:
     """Describes how to read the GGUF files of a family.
@@ -525,7 +520,7 @@ class Gguf:
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=lambda: SIZES)
-    more: More = nothing_more
+    more: More = lambda metadata, tensors: {}
     by_more: frozenset[str] = frozenset()
     names: Names = Names(OUTER, "blk.{}.", INNER)
     turned: bool = False

@@ -6,14 +6,12 @@ The older glm-4-9b-chat-hf belongs to another family, glm, which has no norms af
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import SHARED_KEYS, Raw, flag, full_attention_only, number, size
-from forerun.models.naming import GATE_UP, INNER, NORMS_BEHIND, OUTER, Gguf, Metadata, Names, has_bias
+from forerun.models.naming import GATE_UP, INNER, NORMS_BEHIND, OUTER, Gguf, Names, has_bias
 
 NAMES = Names(
     {},
@@ -26,14 +24,9 @@ NAMES = Names(
     },
 )
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return {"attention_bias": has_bias(tensors, "attn_q")}
-
-
 GGUF = Gguf(
     "glm4",
-    more=_more,
+    more=lambda metadata, tensors: {"attention_bias": has_bias(tensors, "attn_q")},
     names=Names(OUTER, "blk.{}.", {**INNER, **NORMS_BEHIND, "ffn_up": GATE_UP}),
     turned_part="partial_rotary_factor",
 )

@@ -6,13 +6,10 @@ by head.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
 from forerun.blocks import Attention, Block, Mlp, Norm, Rope, Spec
 from forerun.models import configs
 from forerun.models.configs import UNTRAINED, Filled, Raw, flag, number, size
-from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Metadata, Names, has_bias
+from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Names, has_bias
 
 NAMES = Names(
     {"embed_in": "model.embed_tokens", "final_layer_norm": "model.norm", "lm_head": "lm_head", "embed_out": "lm_head"},
@@ -29,11 +26,6 @@ NAMES = Names(
     ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return {"attention_bias": has_bias(tensors, "attn_qkv")}
-
-
 GGUF = Gguf(
     "gptneox",
     {
@@ -47,7 +39,7 @@ GGUF = Gguf(
         "attention.key_length": "head_dim",
         "rope.freq_base": "rotary_emb_base",
     },
-    more=_more,
+    more=lambda metadata, tensors: {"attention_bias": has_bias(tensors, "attn_qkv")},
     names=Names(OUTER, "blk.{}.", NEOX_INNER),
     turned_part="rotary_pct",
 )

@@ -5,27 +5,20 @@ The parts of a layer are attention and feed-forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag, full_attention_only, number, plain_spec
-from forerun.models.naming import SIZES, Gguf, Metadata, biases_of
+from forerun.models.naming import SIZES, Gguf, biases_of
 
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
-
 
 GGUF = Gguf(
     "granite",
     keys={**SIZES, **dict(zip(("embedding_scale", "attention.scale", "residual_scale", "logit_scale"), SCALES,
                               strict=True))},
-    more=_more,
+    more=lambda metadata, tensors: biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate"),
     turned=True,
 )  # fmt: skip
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require
 from forerun.models.families.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
-from forerun.models.naming import Gguf, Metadata, biases_of
+from forerun.models.naming import Gguf, biases_of
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return {**window_of(metadata), **biases_of(tensors, attention_bias="attn_q")}
-
-
-GGUF = Gguf("qwen3", more=_more)
+GGUF = Gguf(
+    "qwen3", more=lambda metadata, tensors: {**window_of(metadata), **biases_of(tensors, attention_bias="attn_q")}
+)
 NORMED = "use_qk_norm"  # always true
 
 

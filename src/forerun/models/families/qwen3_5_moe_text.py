@@ -7,7 +7,7 @@ Files that transformers writes have one tensor for each expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from forerun.models.families.qwen3_5_text import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
-from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, OUTER, SHARED_EXPERT, Fused, Metadata, Names
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, OUTER, SHARED_EXPERT, Fused, Names
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | {SHARED, "decoder_sparse_step"}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
@@ -46,16 +46,11 @@ NAMES = replace(names_at("model."), more=(names_at("model.language_model."),))
 GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up_exps.{}": GATE_UP}
 GGUF_SIZES = {name: key for name, key in {**GGUF_KEYS, **EXPERT_SIZES}.items() if key != "num_key_value_heads"}
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return linear_keys("qwen35moe", metadata, tensors, "tiled")
-
-
 GGUF = replace(
     qwen3_5_text.GGUF,
     architecture="qwen35moe",
     keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
-    more=_more,
+    more=lambda metadata, tensors: linear_keys("qwen35moe", metadata, tensors, "tiled"),
     names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE}, bare=GGUF_BARE),
 )
 

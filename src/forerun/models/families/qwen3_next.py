@@ -6,9 +6,8 @@ tensors are ordered by key head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from forerun.blocks import Block, Mlp, Spec
 from forerun.models.configs import Raw, size
@@ -28,7 +27,7 @@ from forerun.models.families.qwen3_5_text import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
-from forerun.models.naming import OUTER, Fused, Metadata, Names
+from forerun.models.naming import OUTER, Fused, Names
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
@@ -39,16 +38,11 @@ BA = Fused((f"{AT}in_proj_b", f"{AT}in_proj_a"), by_key_head=True)
 JOINED: Mapping[str, str | Fused] = {f"{AT}in_proj_qkvz": QKVZ, f"{AT}in_proj_ba": BA}
 NAMES = names_at("model.", {**JOINED, **MORE}, STACKED)
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return {"norm_topk_prob": True, **linear_keys("qwen3next", metadata, tensors, "grouped")}
-
-
 GGUF = replace(
     qwen3_5_text.GGUF,
     architecture="qwen3next",
     keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
-    more=_more,
+    more=lambda metadata, tensors: {"norm_topk_prob": True, **linear_keys("qwen3next", metadata, tensors, "grouped")},
     # The first files joined q, k, v and z as published checkpoints do (ssm_in).
     names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE, "ssm_in": QKVZ, "ssm_ba": BA}, bare=GGUF_BARE),
 )

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_spec, size
-from forerun.models.naming import Gguf, Metadata, biases_of
+from forerun.models.naming import Gguf, biases_of
 
 INTERVAL = 4  # one of so many layers has no rotary positions
 
-
-def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    return biases_of(tensors, attention_bias="attn_q")
-
-
-GGUF = Gguf("smollm3", more=_more, turned=True)
+GGUF = Gguf("smollm3", more=lambda metadata, tensors: biases_of(tensors, attention_bias="attn_q"), turned=True)
 OWN_KEYS = frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window",
                       "sliding_window", "max_window_layers"})  # fmt: skip
 
