@@ -110,16 +110,12 @@ def _cases() -> tuple[list[tuple[str, Case]], list[str]]:
         except (BadOption, NotFound):
             missing.append(name)
             continue
-        for rule in _lossless_rules():
-            if verify.find(rule).judges(drafter.shape, drafter.draws):
+        for rule in verify.rules():
+            if verify.find(rule).is_lossless and verify.find(rule).judges(drafter.shape, drafter.draws):
                 matrix += [(_label(case, said), case) for said, case in _sampled(name, rule, options)]
     early = [policy for policy in registry.names(pacing.__name__) if pacing.overrides(pacing.make(policy, 3), "go_on")]
     paced = [dataclasses.replace(_case("model", "ratio", temperature=0.8), pacing=policy, gamma=3) for policy in early]
     return [*_core(), *[(_label(case, case.pacing), case) for case in paced], *matrix], missing
-
-
-def _lossless_rules() -> list[str]:
-    return [name for name in verify.rules() if verify.find(name).is_lossless]
 
 
 def _sampled(name: str, rule: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Case]]:

@@ -27,6 +27,7 @@ app = App("What --kv-disk keeps: blocks of KV caches, by model.")
 def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     """List the models whose KV blocks --kv-disk keeps, with their tokens, bytes and the time of the last use."""
     from forerun.kv.disk import kept
+    from forerun.text.terminal import visible
 
     models = kept(_folder(folder, kv_disk))
     if not models:
@@ -34,7 +35,7 @@ def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
     for one in models:
         used = datetime.datetime.fromtimestamp(one.used_at).astimezone().strftime("%Y-%m-%d %H:%M")
         tokens = f"{one.num_tokens:,} tokens"
-        typer.echo(f"{one.path.name[:8]}  {used}  {one.num_bytes / 1e9:9.3f} GB  {tokens:>18}  {_shown(one.model)}")
+        typer.echo(f"{one.path.name[:8]}  {used}  {one.num_bytes / 1e9:9.3f} GB  {tokens:>18}  {visible(one.model)}")
 
 
 @app.command()
@@ -83,9 +84,3 @@ def _folder(given: Path | None, kv_disk: str | None) -> Path:
         typer.echo("Nothing is kept yet: commands with --kv-disk 20GB keep what they read.")
         raise typer.Exit
     return path
-
-
-def _shown(text: str) -> str:
-    from forerun.text.terminal import visible
-
-    return visible(text)

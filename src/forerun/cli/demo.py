@@ -139,8 +139,9 @@ def run(
         console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(opened, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten the shown runs
+    drafts = ("none", "auto" if config.draft == "none" else config.draft)
     with Waiting("loading the drafter"):
-        plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
+        plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in drafts)
     if is_pair:
         console.print(f"draft: {Path(fast.config.draft).name if there(fast.config.draft) else fast.config.draft}")
     with Waiting("warming up"):
@@ -277,10 +278,6 @@ def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, l
     return (
         f"identical: no, token {at + 1} of {len(plain.token_ids)} differs first: {why}, see docs/exactness.md ({mode})"
     )
-
-
-def _draft(config: EngineConfig) -> str:
-    return "auto" if config.draft == "none" else config.draft
 
 
 def _warm_up(llm: LLM, ids: Seq[int], params: SamplingParams) -> None:

@@ -74,14 +74,10 @@ class _EngineFields(Fields):
         """Yield each flag's name, and the parameter for it in a command's signature."""
         names = [name for name in self.names if name not in _APART]
         if names or not self.names:
-            yield from dataclasses.replace(self.of_class(), names=names).parameters()
+            yield from Fields(EngineConfig, names, self.leave_out, panel=self.panel, before=self.before).parameters()
         for name, annotation in _APART.items():
             if name in self.names or not self.names:
                 yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-    def of_class(self) -> Fields:
-        """Return the flags of EngineConfig's fields alone, without the two other flags."""
-        return Fields(EngineConfig, self.names, self.leave_out, panel=self.panel, before=self.before)
 
 
 def engine(*names: str, leave_out: Collection[str] = ()) -> Fields:

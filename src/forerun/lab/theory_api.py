@@ -108,7 +108,8 @@ def evaluated(call: Call, ends_s: float = math.inf) -> Any:
     try:
         bound = signature.bind(**call.arguments).arguments
     except TypeError as error:
-        raise BadOption(f"{call.function}: {shown(str(error))}; it is {call.function}{_names(signature)}") from None
+        names = ", ".join(signature.parameters)
+        raise BadOption(f"{call.function}: {shown(str(error))}; it is {call.function}({names})") from None
     whole = {name: _whole(call, name, value) for name, value in bound.items() if _is_whole(signature, name)}
     whole |= {name: _name(call, name, value) for name, value in bound.items() if _annotation(signature, name) == "str"}
     scalars = {name: _numbers(call, name, value) for name, value in bound.items() if name not in whole}
@@ -131,10 +132,6 @@ def evaluated(call: Call, ends_s: float = math.inf) -> Any:
         except (ValueError, ArithmeticError, IndexError) as error:
             raise BadOption(f"{call.function}: {error}") from None
     return _nested(results, arrays[0].shape) if arrays else results[0]
-
-
-def _names(signature: inspect.Signature) -> str:
-    return "(" + ", ".join(signature.parameters) + ")"
 
 
 def _annotation(signature: inspect.Signature, name: str) -> str:

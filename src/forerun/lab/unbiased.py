@@ -138,7 +138,7 @@ def counted(body: Rounds) -> dict[str, Any]:
     rule = _judge(body)
     target = _table(body.target)
     draw = _drafter(body)
-    depth = _depth(body)
+    depth = body.size if body.shape == "chain" else 1
     rows = [testing.dense(target((0,) * d)) for d in range(depth + 1)]
     words = np.zeros((depth + 1, len(body.target)), dtype=np.int64)
     accepted = np.zeros(depth + 1, dtype=np.int64)
@@ -196,16 +196,9 @@ def _probs(weights: list[float]) -> Floats:
     return np.asarray(probs / probs.sum())
 
 
-def _depth(body: Setting) -> int:
-    return body.size if body.shape == "chain" else 1
-
-
-def _parents(body: Setting) -> list[int]:
-    return list(range(-1, body.size - 1)) if body.shape == "chain" else [-1] * body.size
-
-
 def _drafter(body: Setting) -> Callable[[Coins], Draft]:
-    draw = testing.drawn_tree(_parents(body), _table(body.draft), SHAPES[body.shape])
+    parents = list(range(-1, body.size - 1)) if body.shape == "chain" else [-1] * body.size
+    draw = testing.drawn_tree(parents, _table(body.draft), SHAPES[body.shape])
     if verify.find(body.rule).name == "match" and body.shape == "chain":
         return lambda coins: draw(_SharedNoise(coins))  # type: ignore[arg-type]  # a drafter asks for nothing else
     return draw

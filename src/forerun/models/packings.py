@@ -261,10 +261,6 @@ def _fp8(settings: _Settings) -> Floats:
     return Floats("FP8", SCALES, INPUT_SCALES, None if block is None else (block[0], block[1]))
 
 
-def _fbgemm(settings: _Settings) -> Floats:
-    return Floats("FBGEMM", SCALES, INPUT_SCALES)
-
-
 def _mxfp4(settings: _Settings) -> Layout:
     settings.want("dequantize", None, False, True)
     return Layout("MXFP4", "blocks", frozenset({"scales"}), types=BYTES)
@@ -325,7 +321,7 @@ def _compressed_tensors(settings: _Settings) -> Layout | Floats:
 
 _READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda settings: Floats("FBGEMM", SCALES, INPUT_SCALES),
     "gptq": _gptq,
     "awq": _awq,
     "mxfp4": _mxfp4,

@@ -200,12 +200,6 @@ def _adapter(where: str, base: object) -> str:
 def _pickle_way_out(where: str) -> str:
     return (
         "a pickle, which may run any code while it is read, so forerun reads safetensors only: if you trust it, "
-        f"{_convert(where)}"
-    )
-
-
-def _convert(where: str) -> str:
-    return (
         f"convert it with transformers, AutoModelForCausalLM.from_pretrained({where!r}).save_pretrained(FOLDER), and "
         "the same with AutoTokenizer"
     )

@@ -45,10 +45,6 @@ class Unwanted(Exception):
     """A calibration was given up because a request waits."""
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Pause:
     """The time in which passes may be measured.
@@ -57,7 +53,7 @@ class Pause:
     runs; by default passes wait for nothing.
     """
 
-    goes_on: Callable[[], bool] = _always
+    goes_on: Callable[[], bool] = lambda: True
     turn: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager

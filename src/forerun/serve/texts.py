@@ -157,7 +157,7 @@ class Texts:
     ) -> None:
         self.options, self.name, self._served = options, options.names[0], (*options.names, *options.others)
         self.tokenizer, self._is_shared = tokenizer or Tokenizer.load(options.folder), tokenizer is not None
-        self._load_template = template or self._own_template
+        self._load_template = template or (lambda: ChatTemplate.load(options.folder, options.chat_template))
         longest = max(map(len, self.tokenizer.id_to_token.values()), default=1)
         self._most_chars = _MARGIN * longest * options.max_seq_len
 
@@ -300,9 +300,6 @@ class Texts:
             return None
         except UnsupportedModel as error:
             raise self._unusable(error) from None
-
-    def _own_template(self) -> ChatTemplate:
-        return ChatTemplate.load(self.options.folder, self.options.chat_template)
 
     def check_text(self, text: str) -> None:
         """Raise PromptTooLong for a text with so many characters that its tokens cannot fit into the context.

@@ -123,10 +123,6 @@ def _raise_exception(message: object) -> NoReturn:
     raise _Refusal(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 class _GenerationTag(Extension):
     """The tag {% generation %}. For training it marks the model's own text; here it is only a scope."""
 
@@ -240,7 +236,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.budget = Budget()
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": lambda format: datetime.now().strftime(format),
             "dict": _Dict(),
             "namespace": _Namespace,
         }

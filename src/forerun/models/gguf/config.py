@@ -62,7 +62,8 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
         raw |= _rotary(gguf, metadata, rope_factors, raw, path)
     factors = {name: stored.tolist() for name, stored in rope_factors.items() if gguf.takes_factors}
     raw |= gguf.more({**metadata, **factors}, header.tensors)
-    raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
+    embedded = header.tensors["token_embd.weight"].type
+    raw["torch_dtype"] = "bfloat16" if embedded.scheme else embedded.dtype
     scaling = raw.get("rope_scaling") or {}
     scaled = {*YARN, *gguf.yarn, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
     scaled |= {TEMPERATURE} if scaling.get("rope_type") == "longrope" else set()
@@ -143,10 +144,6 @@ def _rows(header: Header, gguf: Gguf, path: Path) -> int:
         if not header.tensors.keys() & set(names):
             raise UnsupportedModel(f"{path} has no tensor {names[0]}: fetch it again, whole and with weights")
     return header.tensors["token_embd.weight"].shape[0]
-
-
-def _dtype_name(header: Header) -> str:
-    return header.tensors["token_embd.weight"].type.dtype
 
 
 # -------------------------------------------------------------------------------------------------- rotary positions

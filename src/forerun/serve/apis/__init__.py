@@ -49,7 +49,7 @@ def api_of(path: str) -> Api | None:
 
     The responsible API has the longest prefix of `path` in its `Api.below`.
     """
-    beginnings = [(below, api) for api in apis().values() for below in api.below if _is_below(path, below)]
+    beginnings = [(below, api) for api in apis().values() for below in api.below if f"{path}/".startswith(f"{below}/")]
     return max(beginnings, key=lambda one: len(one[0]))[1] if beginnings else None
 
 
@@ -60,10 +60,6 @@ def errors_of(path: str) -> Errors:
     """
     api = api_of(path)
     return plain_error if api is None else api.error
-
-
-def _is_below(path: str, beginning: str) -> bool:
-    return path == beginning or path.startswith(f"{beginning}/")
 
 
 def refusal(path: str) -> str | None:

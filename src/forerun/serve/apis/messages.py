@@ -278,11 +278,8 @@ def _result(block: Mapping[str, Any], where: str, names: Mapping[str, str]) -> d
         raise Refused(f"{where} has no tool_use_id: give it the id of the tool_use that it answers", where)
     blocks = [one for block in content for one in _texts_in(block)] if isinstance(content, list) else content
     text = texts_of(blocks, f"{where}.content", _KINDS) if content else ""
-    return {"role": "tool", "tool_call_id": call_id, **_named(names, call_id), "content": text}
-
-
-def _named(names: Mapping[str, str], call_id: str) -> dict[str, str]:
-    return {"name": names[call_id]} if call_id in names else {}
+    named = {"name": names[call_id]} if call_id in names else {}
+    return {"role": "tool", "tool_call_id": call_id, **named, "content": text}
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

@@ -430,7 +430,8 @@ class Packing:
 
     def joined(self, rows: Seq[Seq[int]]) -> Batch:
         """Return a batch of the given rows. A row is a list of indices of samples."""
-        return _joined([self._filled(row) for row in rows])
+        filled = [self._filled(row) for row in rows]
+        return Batch(*(torch.stack([getattr(row, name) for row in filled]) for name in Batch.__dataclass_fields__))
 
     def _row(self, number: int) -> list[int]:
         epoch = 0
@@ -495,11 +496,4 @@ class Packing:
                     torch.zeros(left),
                 )
             )
-        return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS))
-
-
-_FIELDS = tuple(Batch.__dataclass_fields__)
-
-
-def _joined(rows: Seq[Batch]) -> Batch:
-    return Batch(*(torch.stack([getattr(row, name) for row in rows]) for name in _FIELDS))
+        return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__))
