@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,6 @@ MATRICES = {
 
 def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[operators.PartialSums]:
     return [ops.product(x, weight) for weight in weights]
-
-
-def _one(rows: QuantisedRows) -> Iterator[QuantisedRows]:
-    yield rows
 
 
 def products(out: dict[str, Any]) -> None:
@@ -199,7 +195,7 @@ def codes(out: dict[str, Any]) -> None:
     for bits, group in ((8, 128), (8, 32), (4, 128), (4, 32)):
         for num_out, num_in in ((3072, 2048), (2048, 8192), (1000, 384)):
             rows = quantise(torch.randn(num_out, num_in).numpy(), scheme_of(bits, group))
-            matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), partial(_one, rows)), DEVICE)
+            matrix = Packed.of(QuantisedMatrix(rows.scheme, (num_out, num_in), partial(iter, [rows])), DEVICE)
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, matrix)
             exact = x.bfloat16().double() @ tensor_of(rows.dequantise(), DEVICE).double().T

@@ -71,12 +71,8 @@ class Streams:
 
     def gaps_s(self, since_s: float, until_s: float = float("inf")) -> list[float]:
         """Between two tokens that follow each other, at least partly in this time."""
-        found = []
-        for times in self.times:
-            for before, after in pairwise(list(times)):
-                if before >= 0 and after >= since_s and before <= until_s:
-                    found.append(after - before)
-        return found
+        pairs = [pair for times in self.times for pair in pairwise(list(times))]
+        return [after - before for before, after in pairs if before >= 0 and after >= since_s and before <= until_s]
 
     def end(self) -> None:
         """Let the threads end."""

@@ -24,13 +24,9 @@ _PATTERNS = (
 def hostile(seed: int = 1) -> list[tuple[str, bytes]]:
     """The name of each and what is in a body beside its other fields: JSON without the braces around it."""
     chance = random.Random(seed)
-    found = [(name, _inside(fields)) for name, fields in _fields(chance)] + list(_raw())
+    found = [(name, json.dumps(fields)[1:-1].encode()) for name, fields in _fields(chance)] + list(_raw())
     chance.shuffle(found)
     return found[:NUM]
-
-
-def _inside(fields: Fields) -> bytes:
-    return json.dumps(fields)[1:-1].encode()
 
 
 def _raw() -> Iterator[tuple[str, bytes]]:

@@ -401,9 +401,7 @@ class OwnEngine:
 
     def _turns(self, plan: PeersPlan) -> tuple[list[str], list[str], list[list[int]]]:
         llm = self._llms[PLAIN]
-        names = list[str]()
-        kinds = list[str]()
-        prompts = list[list[int]]()
+        names, kinds, prompts = list[str](), list[str](), list[list[int]]()
         suite = suites.read(str(plan.suite), plan.prompt_file)
         num = plan.num_prompts if plan.prompts_per_kind is None else None
         for conversation in suite.first(num, plan.prompts_per_kind).conversations:

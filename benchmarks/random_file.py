@@ -291,18 +291,9 @@ def _vocabulary(num_ids: int) -> dict[str, Any]:
 
 def add_key(writer: Any, key: str, value: Any) -> None:
     """Add a key with the type that its value has in Python; numbers are of 32 bits, and None is left out."""
-    if value is None:
-        return
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, list(value))
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    if value is not None:
+        adds.get(type(value), writer.add_array)(key, value)
 
 
 def finish(writer: Any) -> None:

@@ -15,9 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -157,11 +157,8 @@ def _load(plan: ReplicasPlan, urls: Seq[str], seconds: float) -> float:
                 counts[i] += answer["usage"]["completion_tokens"]
         connection.close()
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(plan.concurrency)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(plan.concurrency) as threads:
+        list(threads.map(ask, range(plan.concurrency)))
     if failures:
         raise InternalError(f"a request of the benchmark failed: {failures[0]}")
     return sum(counts) / seconds

@@ -349,14 +349,11 @@ def time(draw: Draw, tense: str) -> Adverb:
         return same(f"on {english}", f"am {german}")
     if kind < 0.82:
         return clock(draw)
-    if kind < 0.9 and tense == "past":
+    if kind < 0.9 and tense in ("past", "will"):
         number, span = draw.rng.randrange(2, 21), draw.of(words("SPANS"))
-        noun = noun_of(span.german[0])
-        return same(f"{counted(number)} {span.forms[1]} ago", f"vor {spelled(number)} {noun.form('dat', plural=True)}")
-    if kind < 0.9 and tense == "will":
-        number, span = draw.rng.randrange(2, 21), draw.of(words("SPANS"))
-        noun = noun_of(span.german[0])
-        return same(f"in {counted(number)} {span.forms[1]}", f"in {spelled(number)} {noun.form('dat', plural=True)}")
+        far, weit = f"{counted(number)} {span.forms[1]}", noun_of(span.german[0]).form("dat", plural=True)
+        before, vor = (f"{far} ago", "vor") if tense == "past" else (f"in {far}", "in")
+        return same(before, f"{vor} {spelled(number)} {weit}")
     if kind < 0.95:
         season, jahreszeit = draw.of(names("SEASONS"))
         return same(f"in {season}", f"im {jahreszeit}")
