@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.config import EngineConfig
 from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.drafters.shared.stores import KIND
-from forerun.engine.opened import Opened
-from forerun.errors import BadOption, NotFound
-from forerun.train.texts import read_texts
+from forerun.errors import NotFound
+from forerun.train.texts import encoded_texts
 
 Ints = npt.NDArray[np.int32]
 
@@ -32,14 +30,9 @@ def train(
     target: as for LLM; None = the default target. texts, max_text_bytes: as in `read_texts`. progress: called after
     each text, with the number of tokens so far. Raises UserError for wrong options, if possible before a text is read.
     """
-    if out.is_dir() or not out.parent.exists():
-        raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
-    opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
-    tokenizer = opened.text_tokenizer()
-    num_ids = min(tokenizer.num_ids, opened.vocab_size)
-    ids = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes))
+    ids, num_ids, fingerprint = encoded_texts(target, texts, out, max_text_bytes)
     tokens = joined(ids, num_ids, progress)
-    save(tokens, out, artifacts.fingerprint(tokenizer, num_ids))
+    save(tokens, out, fingerprint)
     return len(tokens)
 
 

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.config import EngineConfig
 from forerun.drafters.shared import artifacts, tables
-from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound
-from forerun.train.texts import read_texts
+from forerun.train.texts import encoded_texts
 
 MOST_COUNT = 2**32 - 1  # of a file's counts
 MERGE_PAIRS = 4_000_000  # pairs that wait until they are counted together
@@ -105,18 +103,9 @@ def train(
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:
             raise BadOption(f"{name}={value} is not possible: it must be in 1 .. {most}")
-    if out.is_dir() or not out.parent.exists():
-        raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
-    opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
-    tokenizer = opened.text_tokenizer()
-    num_ids = min(tokenizer.num_ids, opened.vocab_size)
-    fit = fitted(
-        (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(texts, max_text_bytes)),
-        num_ids,
-        order,
-        progress,
-    )
-    save(fit, out, artifacts.fingerprint(tokenizer, num_ids), max_followers)
+    ids, num_ids, fingerprint = encoded_texts(target, texts, out, max_text_bytes)
+    fit = fitted(ids, num_ids, order, progress)
+    save(fit, out, fingerprint, max_followers)
     return fit
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+from forerun.config import EngineConfig
+from forerun.drafters.shared import artifacts
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound, shown
 from forerun.train.corpus import load_corpus
 
@@ -56,6 +59,23 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
             yield text
         elif file in paths:
             raise BadOption(f"the file {shown(str(file))} is not UTF-8 text: convert it first")
+
+
+def encoded_texts(
+    target: str | None, paths: Seq[Path], out: Path, max_bytes: int
+) -> tuple[Iterator[list[int]], int, str]:
+    """Return the token ids of each of `read_texts`, how many ids the target has, and its tokenizer's fingerprint.
+
+    target: as for LLM; None = the default target. Raises UserError for wrong options, such as an `out` that cannot be a
+    file, before any text is read.
+    """
+    if out.is_dir() or not out.parent.exists():
+        raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
+    opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
+    tokenizer = opened.text_tokenizer()
+    num_ids = min(tokenizer.num_ids, opened.vocab_size)
+    ids = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(paths, max_bytes))
+    return ids, num_ids, artifacts.fingerprint(tokenizer, num_ids)
 
 
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
