@@ -192,6 +192,11 @@ def _split(text: str, separator: str, whole: str) -> list[str]:
     return [*parts, text[start:]]
 
 
+def about(module: types.ModuleType) -> str:
+    """Return the first paragraph of the docstring of a method's file, as one line."""
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
+
+
 def unwrapped(value: str) -> str:
     """Return a value without the parentheses around it; parentheses inside the value stay."""
     value = value.strip()

@@ -11,7 +11,6 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Sequence as Seq
 from queue import SimpleQueue
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from forerun.cli.folding import folded
 from forerun.models.named import named_models
-from forerun.registry import load, names
+from forerun.registry import about, load, names
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.rounds import MARKS, STYLES, Kind, Piece, committed_pieces, round_pieces
 from forerun.text.terminal import PIPE_WIDTH, visible
@@ -155,7 +154,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:
-        yield folded(_sentence(load(package, name, "method")), width, name.ljust(indent), " " * indent)
+        yield folded(about(load(package, name, "method")), width, name.ljust(indent), " " * indent)
 
 
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
@@ -164,7 +163,7 @@ def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) ->
     what: the word for a method of this package in errors. Raises BadOption for an unknown name.
     """
     module = load(package, name, what)
-    yield folded(_sentence(module), width, f"{name}  ", "    ")
+    yield folded(about(module), width, f"{name}  ", "    ")
     hints = typing.get_type_hints(module.Options)
     for field in dataclasses.fields(module.Options):
         kind = str(getattr(hints[field.name], "__name__", hints[field.name])).replace(" | None", "")
@@ -177,11 +176,6 @@ def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) ->
         yield folded(text, width, " " * 4, " " * 6)
     if not dataclasses.fields(module.Options):
         yield "    no options"
-
-
-def _sentence(module: ModuleType) -> str:
-    """Return the first paragraph of the docstring of a method's file, as one line."""
-    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:

@@ -26,7 +26,7 @@ from forerun.engine.request import Request
 from forerun.errors import BadOption, CapacityError, ForerunError, NotFound, shown
 from forerun.lab.examples import CHATS, CODE
 from forerun.lab.watching import Watch, event
-from forerun.registry import load, unknown
+from forerun.registry import about, load, unknown
 from forerun.types import SamplingParams
 
 FIELDS = ("draft", "spec_length", "temperature", "top_k", "top_p", "seed", "acceptance", "max_tokens", "ignore_eos")
@@ -109,21 +109,14 @@ def choices(llm: LLM) -> dict[str, Any]:
         "is_chat_usual": has_chat and not is_code,
         "examples": [dataclasses.asdict(example) for example in (CODE if is_code or not has_chat else CHATS)],
         "drafters": [_described(name, drafter, rules) for name, drafter in llm.drafters.items()],
-        "rules": [
-            {"name": rule.name, "is_lossless": rule.is_lossless, "about": _first_sentence(rule.module)}
-            for rule in rules
-        ],
+        "rules": [{"name": rule.name, "is_lossless": rule.is_lossless, "about": about(rule.module)} for rule in rules],
     }
 
 
 def _described(name: str, drafter: Drafter, rules: Seq[verify.Rule]) -> dict[str, Any]:
     method = load("forerun.drafters", name.partition(":")[0], "drafter")
     judges = [rule.name for rule in rules if rule.judges(drafter.shape, drafter.draws)]
-    return {"name": name, "shape": drafter.shape, "rules": judges, "about": _first_sentence(method)}
-
-
-def _first_sentence(module: Any) -> str:
-    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
+    return {"name": name, "shape": drafter.shape, "rules": judges, "about": about(method)}
 
 
 def _has_chat(llm: LLM) -> bool:

@@ -25,6 +25,7 @@ from pydantic import Field
 from forerun import testing, verify
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, CapacityError, ForerunError, shown
+from forerun.registry import about
 from forerun.sampling.random import PhiloxCoins
 from forerun.theory import formulas, joint, lenience
 from forerun.types import Coins, Draft, Probs
@@ -122,8 +123,8 @@ def _described(rule: verify.Rule) -> dict[str, Any]:
         for f in dataclasses.fields(rule.module.Options)
     ]
     shapes = [shape for shape, draws in SHAPES.items() if rule.judges("chain" if shape == "chain" else "tree", draws)]
-    about = str(rule.module.__doc__).partition("\n\n")[0].replace("\n", " ")
-    return {"name": rule.name, "is_lossless": rule.is_lossless, "shapes": shapes, "about": about, "options": options}
+    said = about(rule.module)
+    return {"name": rule.name, "is_lossless": rule.is_lossless, "shapes": shapes, "about": said, "options": options}
 
 
 # ------------------------------------------------------------------------------------------------------------- rounds
