@@ -385,10 +385,8 @@ class Answer:
 
 def is_loop(ids: Seq[int]) -> bool:
     """Return whether the ids end in a loop: the same LOOP_TOKENS to LONGEST_LOOP tokens, LOOP_TIMES in a row."""
-    for size in range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1):
-        if ids[-1] == ids[-1 - size] and all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)):
-            return True
-    return False
+    sizes = range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1)
+    return any(all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)) for size in sizes)
 
 
 @contextmanager

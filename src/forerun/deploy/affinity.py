@@ -43,11 +43,8 @@ def beginning(body: Any) -> str | None:
 
 def _cut(part: Any) -> Any:
     """Return the first BEGINNING characters of a text or items of a list of token ids; otherwise, of the JSON text."""
-    if isinstance(part, str):
-        return part[:BEGINNING]
-    if isinstance(part, list) and part and all(type(token) is int for token in part):
-        return part[:BEGINNING]
-    return json.dumps(part)[:BEGINNING]
+    are_ids = isinstance(part, list) and part and all(type(token) is int for token in part)
+    return (part if are_ids or isinstance(part, str) else json.dumps(part))[:BEGINNING]
 
 
 def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) -> list[str]:

@@ -442,18 +442,10 @@ def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
 
     said: the fields of the piece, such as content, thinking and tool_calls.
     """
-    return _CONTENTS[job.url]({"content": "", **said})
-
-
-def _as_message(said: dict[str, Any]) -> dict[str, Any]:
-    return {"message": {"role": "assistant", **said}}
-
-
-def _as_fields(said: dict[str, Any]) -> dict[str, Any]:
-    return {"response": said.pop("content"), **said}
-
-
-_CONTENTS = {CHAT: _as_message, GENERATE: _as_fields}
+    entry = {"content": "", **said}
+    if job.url == CHAT:
+        return {"message": {"role": "assistant", **entry}}
+    return {"response": entry.pop("content"), **entry}
 
 
 def _call(number: int, call: ToolCall) -> dict[str, Any]:
