@@ -168,8 +168,7 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     key = view.rows if view else "lines"
     if "exhibit" in record:
         key = "rows"
-    values = record.get(key) or []
-    rows = [dict(_flat(row)) for row in values if isinstance(row, dict)]
+    rows = [dict(_flat(row)) for row in (record.get(key) or []) if isinstance(row, dict)]
     names = (*view.labels, *((view.x,) if view.x else ())) if view else ()
     return [{**{name: row[name] for name in names if name in row}, **row} for row in rows]
 

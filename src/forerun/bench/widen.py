@@ -191,8 +191,7 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
     """
     config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
     small, facts = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
-    stored = head_files.stored(folder)
-    weights = {name: dense_of(tensor) for name, tensor in stored.items()}
+    weights = {name: dense_of(tensor) for name, tensor in head_files.stored(folder).items()}
     layer = {name: weights[name] for name in layer_shapes(config)}
     decoder, grown = widen(small, layer, dataclasses.replace(shape, num_layers=1, vocab_size=None))
     wide = dataclasses.replace(config, decoder=decoder)

@@ -148,8 +148,7 @@ class _Compared:
 
     @cached_property
     def _tau(self) -> float:
-        runner = _runner(self.pair.llm.checkpoint.model, self.pair)
-        return measured_tau(runner, self.pair.prompts()[:20])
+        return measured_tau(_runner(self.pair.llm.checkpoint.model, self.pair), self.pair.prompts()[:20])
 
     def conclude(self) -> None:
         """Write the results into the check."""

@@ -117,8 +117,7 @@ class Pool:
 
     def _wait(self, at_most_s: float) -> list[Any]:
         """Wait at most at_most_s seconds until a reference is ready, and return all references that are ready."""
-        pending = [*self._starting, *self._asked]
-        ready, left = ray.wait(pending, timeout=at_most_s)
+        ready, left = ray.wait([*self._starting, *self._asked], timeout=at_most_s)
         more = ray.wait(left, num_returns=len(left), timeout=0)[0] if ready and left else []
         return [*ready, *more]
 

@@ -438,8 +438,7 @@ def wanted(spec: str, target: Known) -> list[Wanted]:
     name, options = target.resolve(spec)
     module = load(__name__, name, "drafter")
     needs = module.needs(options, target) if has_needs(name) else Needs()
-    whole = Wanted(name, options, needs)
-    return [whole, *(entry for part in needs.parts for entry in wanted(part, target))]
+    return [Wanted(name, options, needs), *(entry for part in needs.parts for entry in wanted(part, target))]
 
 
 def needs_a_model(name: str) -> str:

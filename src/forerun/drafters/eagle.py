@@ -171,8 +171,7 @@ class EagleDrafter(SearchingDrafter):
 
     def _join(self, text: _Text) -> None:
         if text.seen:
-            joined = self.model.features(self._by_layer(text.seen))
-            text.waiting = [*text.waiting, joined]
+            text.waiting = [*text.waiting, self.model.features(self._by_layer(text.seen))]
             text.seen = []
             text.num_seen = 0
 

@@ -86,8 +86,7 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 
 def needs(options: Options, target: Known) -> Needs:
     """Return the needs: a draft model made of some of the target's layers. Raises the errors of `chosen`."""
-    layers = chosen(options, target.num_layers, target.fingerprint)
-    return Needs(makes=OwnModel(layers=tuple(layers)))
+    return Needs(makes=OwnModel(layers=tuple(chosen(options, target.num_layers, target.fingerprint))))
 
 
 def build(options: Options, target: Target) -> Drafter:

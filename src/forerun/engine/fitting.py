@@ -188,8 +188,7 @@ def refuse_early(opened: Opened) -> Outlines:
     Returns the outlines of the target and of the draft models. Raises UserError for an engine that is not possible.
     """
     config, spec = opened.config, opened.spec
-    device = torch_device(config.device)
-    name = ops.resolve(config.ops, device, spec)
+    name = ops.resolve(config.ops, torch_device(config.device), spec)
     pool_tokens(
         config.kv_cache_backend,
         max_batch_size=config.max_batch_size * spec.num_slots,

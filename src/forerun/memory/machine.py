@@ -18,8 +18,7 @@ def available_bytes(device: str, root: Path = Path("/")) -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    free = [_mem_available(root), *_cgroup_rooms(root)]
-    return min((n for n in free if n is not None), default=None)
+    return min((n for n in [_mem_available(root), *_cgroup_rooms(root)] if n is not None), default=None)
 
 
 def _mem_available(root: Path) -> int | None:

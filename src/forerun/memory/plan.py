@@ -139,8 +139,7 @@ def memory_plan(
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
     drafts = ({} if draft is None else {"draft": draft}) | dict(zip(labels, extra.values(), strict=True))
     names = dict(zip(labels, extra, strict=True))
-    by_name = schemes or {}
-    by_label = {label: by_name.get(names.get(label, label), {}) for label in ("target", *drafts)}
+    by_label = {label: (schemes or {}).get(names.get(label, label), {}) for label in ("target", *drafts)}
     derived = frozenset(label for label in drafts if names.get(label, label) in made_of_target)
     label_of = {name: label for label, name in names.items()}
     earlier = {label_of.get(name, name): label_of.get(other, other) for name, other in (shared or {}).items()}

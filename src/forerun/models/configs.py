@@ -434,8 +434,7 @@ def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
         dims=None if dims == turned_of else dims,
     )
     if "original_max_position_embeddings" in ROPE_KINDS[kind]:
-        longest = c.get("max_position_embeddings")
-        rope = {"original_max_position_embeddings": longest, **rope}
+        rope = {"original_max_position_embeddings": c.get("max_position_embeddings"), **rope}
         trained = size(rope, "original_max_position_embeddings")
         config = replace(config, original_max_positions=trained)
         if kind in ("yarn", "longrope") and rope.get("factor") is None:

@@ -384,8 +384,7 @@ class _HubFile:
             if cached is None or not is_unreachable(error):
                 raise
             return cached
-        names = self._choose(sizes)
-        there = {name: try_to_load_from_cache(self.id, name, revision=commit) for name in names}
+        there = {name: try_to_load_from_cache(self.id, name, revision=commit) for name in self._choose(sizes)}
         self.model.check_disk({name: sizes[name] for name, path in there.items() if not isinstance(path, str)})
         paths = [
             Path(path) if isinstance(path, str) else self.model.download(name, commit if i else self.revision)

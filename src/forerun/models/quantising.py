@@ -80,8 +80,7 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
                 f"again, as {str(replace(quantization, again=True))!r}"
             )
         if name in rounded and not _stays(stored, quantization):
-            scheme = scheme_for(rounded[name], quantization)
-            after[name] = Stored(stored.file, stored.shape, "float32", scheme)
+            after[name] = Stored(stored.file, stored.shape, "float32", scheme_for(rounded[name], quantization))
     return after
 
 

@@ -223,8 +223,7 @@ class Scanner:
             if self.is_closed:
                 return self.take(len(self.rest)), None
             yield None
-        text = self.take(hit[0])
-        return text, self.take(len(hit[1]))
+        return self.take(hit[0]), self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
         """Return the longest of `options` with which the remaining text begins; None if no option fits.

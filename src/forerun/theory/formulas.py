@@ -110,8 +110,7 @@ def kseq_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float
     beta = sum_x min(q, p / rho). rho is the least number in [1, num_draws] with 1 - (1 - beta)^num_draws <= rho beta,
     because no residual distribution exists for a smaller rho (Sun et al. 2023, arXiv 2310.15141).
     """
-    rho = kseq_rho(p, q, num_draws)
-    return 1 - (1 - _beta(p, q, rho)) ** num_draws
+    return 1 - (1 - _beta(p, q, kseq_rho(p, q, num_draws))) ** num_draws
 
 
 def kseq_rho(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:

@@ -221,11 +221,9 @@ class Writer:
         seed = rng.getrandbits(63)
         prompt = self.frame.before
         if kind == "chat" and self.questions:
-            question = self.questions[number % len(self.questions)]
-            prompt = (*prompt, *self._encode(question), *self.frame.after)
+            prompt = (*prompt, *self._encode(self.questions[number % len(self.questions)]), *self.frame.after)
         if kind != "chat":
-            num = rng.randint(*self.lengths.passage)
-            passage = self._passage(rng, num)
+            passage = self._passage(rng, rng.randint(*self.lengths.passage))
             prompt = (*self._first_ids, *passage)
             if kind == "task":
                 tokenizer = self.llm.tokenizer

@@ -154,8 +154,7 @@ def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict
     config = {key: value for key, value in source.config.items() if "." not in key}
     layers = [int(layer) for layer in np.atleast_1d(of_head.get("target_layers", []))]
     if (ids := tensors.get("d2t")) is not None:
-        offsets = ids.values.astype(np.int64) - np.arange(len(ids))
-        tensors["d2t"] = HostTensor.of(offsets)
+        tensors["d2t"] = HostTensor.of(ids.values.astype(np.int64) - np.arange(len(ids)))
     drafted = {} if ids is None else {"draft_vocab_size": len(ids)}
     if kind.method == "eagle":
         switches = {key: value for key, value in of_head.items() if key != "target_layers"}

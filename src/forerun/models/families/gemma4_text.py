@@ -175,8 +175,7 @@ def read(raw: Raw) -> Spec:
     num = size(c, "num_hidden_layers")
     hidden = size(c, "hidden_size")
     bias = flag(c, "attention_bias")
-    usual = [LAYER_KINDS[(i + 1) % 6 > 0] for i in range(num)]
-    c = c.also(layer_types=usual)
+    c = c.also(layer_types=[LAYER_KINDS[(i + 1) % 6 > 0] for i in range(num)])
     windows = list(configs.windows(c, num, size(c, "sliding_window")) or (None,) * num)
     windows[-1] = None  # as transformers has it, whatever is said
     kinds = [LAYER_KINDS[window is not None] for window in windows]

@@ -223,8 +223,7 @@ def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
     )
     kinds = layer_kinds(c)
     recurrence = recurrence_of(c) if LINEAR in kinds else None
-    blocks = layers_of_two_kinds(kinds, norm, attention, recurrence, fed)
-    return configs.spec_of(c, model_type, blocks, norm)
+    return configs.spec_of(c, model_type, layers_of_two_kinds(kinds, norm, attention, recurrence, fed), norm)
 
 
 def layers_of_two_kinds(

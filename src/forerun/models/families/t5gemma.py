@@ -89,8 +89,7 @@ def _part(raw: Raw, vocab: int) -> Filled:
     c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
     configs.require(size(c, "vocab_size") == vocab, c, "vocab_size", f"{vocab}, as that of the whole")
-    num = size(c, "num_hidden_layers")
-    return c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
+    return c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(size(c, "num_hidden_layers"))])
 
 
 def _attentions(c: Filled, sees: Any) -> list[Attention]:

@@ -90,8 +90,7 @@ def _q4_0(data: Bytes) -> QuantisedRows:
 
 
 def _q5_0(data: Bytes) -> QuantisedRows:
-    codes = _nibbles(data[..., 6:]) | _fifth_bits(data[..., 2:6])
-    return _with_zero(Q5_ZERO, codes, _halves(data, 0))
+    return _with_zero(Q5_ZERO, _nibbles(data[..., 6:]) | _fifth_bits(data[..., 2:6]), _halves(data, 0))
 
 
 def _q4_1(data: Bytes) -> QuantisedRows:
@@ -106,8 +105,7 @@ def _q5_1(data: Bytes) -> QuantisedRows:
 
 
 def _q4_k(data: Bytes) -> QuantisedRows:
-    codes = _nibbles(_parted(data[..., 16:], 4, 32))
-    return _two_levels(K4, data, codes)
+    return _two_levels(K4, data, _nibbles(_parted(data[..., 16:], 4, 32)))
 
 
 def _q5_k(data: Bytes) -> QuantisedRows:

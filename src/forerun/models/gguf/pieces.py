@@ -23,5 +23,4 @@ def models_of(names: Iterable[str]) -> dict[str, list[str]]:
     names: for each model, the name of at least one of its files. The key of a model is the name of its first piece, or
     of its only file.
     """
-    all_pieces = [pieces_of(name) for name in names]
-    return {pieces[0]: pieces for pieces in all_pieces}
+    return {pieces[0]: pieces for pieces in map(pieces_of, names)}

@@ -164,8 +164,7 @@ class GgufFile:
         """
         entry = self._header.tensors[name]
         turned = self._rows_of_a_head(name)
-        is_vector = len(entry.shape) == 1
-        num_rows = 1 if is_vector and entry.type.unpack else entry.shape[0]
+        num_rows = 1 if len(entry.shape) == 1 and entry.type.unpack else entry.shape[0]
         row_bytes = entry.num_bytes // num_rows
         step = max(1, BLOCK_BYTES // COPIES * entry.type.num_bytes // entry.type.block // 4 // row_bytes)
         step = -(-step // turned) * turned

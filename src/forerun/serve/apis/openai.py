@@ -162,8 +162,7 @@ def _echo(given: Body) -> bool:
 
 def _params(given: Body, defaults: Mapping[str, Any], num_logprobs: Any) -> SamplingParams:
     names = {"n": "n", "stop": "stop", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
-    fields = {**given, **params_of_format(given)}
-    params = params_of(fields, defaults, {**names, **GUIDED}, num_logprobs)
+    params = params_of({**given, **params_of_format(given)}, defaults, {**names, **GUIDED}, num_logprobs)
     return replace(params, prompt_logprobs=params.logprobs) if given.get("echo") else params
 
 
@@ -428,8 +427,7 @@ def finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: Job) -> dict[str, Any]:
     text, logprobs = output.text, None
-    number = index // job.params.n
-    echo = _echo_of(job, number, output.prompt_ids, tokenizer) if job.echo else ""
+    echo = _echo_of(job, index // job.params.n, output.prompt_ids, tokenizer) if job.echo else ""
     if output.logprobs is not None:
         reader = CompletionLogprobs(output.prompt_ids[-1], tokenizer, len(echo))
         logprobs = reader.piece(output.logprobs, len(echo + text))

@@ -421,8 +421,7 @@ class Packing:
 
     def batch(self, step: int) -> Batch:
         """Return the batch of one step."""
-        wanted = range(step * self._rows, (step + 1) * self._rows)
-        return self.joined([self._row(i) for i in wanted])
+        return self.joined([self._row(i) for i in range(step * self._rows, (step + 1) * self._rows)])
 
     def epoch(self) -> list[list[int]]:
         """Return all rows of the first epoch in order. A row is a list of indices of samples."""

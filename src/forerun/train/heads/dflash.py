@@ -171,8 +171,7 @@ class Head:
     def _context(self, batch: Batch) -> Tensor:
         """Return the rows from which each layer computes the keys and values of the context, [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
-        joined = F.linear(rows, self.weights["fc.weight"])
-        return self._normed(joined, "hidden_norm")
+        return self._normed(F.linear(rows, self.weights["fc.weight"]), "hidden_norm")
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return norm_of(x, self.weights[f"{name}.weight"], self._norm.eps, self._norm.offset)
