@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import processes
+from cli.conftest import said
 from forerun import native
 from forerun.bench.bandwidth import Bandwidth
 from forerun.cli import doctor
@@ -47,7 +48,7 @@ def test_the_object_says_what_is_here(cli: Any) -> None:
 
 def test_the_lines_fit_into_a_terminal_of_80_columns(process: Any) -> None:
     done = process("doctor", FORERUN_ISA="reference")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, said(done.stderr)) == (0, "")
     table, _, advice = done.stdout.partition(f"\n{SENTENCES}\n")
     assert [line[:18].strip() for line in table.splitlines() if line[0] != " " and not line.startswith("GPU")] == LABELS
     assert all(len(line) <= 80 and line == line.rstrip() for line in done.stdout.splitlines())
@@ -67,7 +68,7 @@ def test_it_works_without_the_extension(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("FORERUN_")} | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "forerun", "doctor", "--json"]
     done = processes.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, said(done.stderr)) == (0, "")
     found = json.loads(done.stdout)
     assert found["operators"]["backend"] == "torch"
     assert found["operators"]["default_dtype"] == "float32"

@@ -7,8 +7,10 @@ import time
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.cli import waiting
-from forerun.cli.waiting import Answering, Waiting
+from forerun.cli.waiting import Answering
+from forerun.text import waiting
+from forerun.text.progress import Bar
+from forerun.text.waiting import Waiting
 
 
 class Terminal(io.StringIO):
@@ -23,16 +25,34 @@ def until(said: io.StringIO, text: str) -> None:
     assert text in said.getvalue()
 
 
-def test_a_pipe_gets_a_line_and_later_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_what_is_new_and_then_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(waiting, "SILENT_S", 0.001)
     with Waiting("loading a model") as wait:
-        until(said, "loading a model")
-        time.sleep(0.05)  # nothing is new, so nothing is said again
+        until(said, "loading a model\nloading a model, 0 s\n")
         wait.tell("reading 3 of 8 tokens")
-        until(said, "reading 3 of 8 tokens")
-    assert said.getvalue().splitlines() == ["loading a model", "reading 3 of 8 tokens"]
+        until(said, "reading 3 of 8 tokens\n")
+
+
+def test_the_lines_of_a_long_wait_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, now_s = Waiting("training"), time.monotonic()
+    monkeypatch.setattr(Waiting, "_silent_since_s", now_s)
+    for taken_s, silent_s in ((0, 1.8), (30, 1.8), (7200, 360)):
+        wait._begun_s = now_s - taken_s
+        assert silent_s - 60 < wait._still_silent_s() <= silent_s + 3
+
+
+def test_a_bar_is_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = pipe_silent_for_an_hour(monkeypatch)
+    with Bar(is_quiet=True) as bar:
+        bar.add_task("measuring", total=8)
+        time.sleep(0.3)
+    assert said.getvalue() == ""
+    with Bar() as bar:
+        task = bar.add_task("", total=8, note="")
+        bar.update(task, description="measuring", completed=3, note="7 per second")
+        until(said, "measuring: 3 of 8, 7 per second\n")
 
 
 def pipe_silent_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:

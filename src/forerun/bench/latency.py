@@ -51,7 +51,9 @@ from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import make_console, showing
+from forerun.text.progress import Bar
+from forerun.text.terminal import make_console
+from forerun.text.waiting import Waiting
 from forerun.types import SamplingParams, StepReport
 
 T = TypeVar("T")
@@ -130,7 +132,7 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
             f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {model.precision}, "
             f"{share:.3f} of the target's bytes"
         )
-    with showing("warming up"):
+    with Waiting("warming up"):
         for llm in llms.values():
             llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     with progress_bar() as progress:
@@ -193,7 +195,7 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
     for name, draft in drafts.items():
         for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:
-                with showing(f"preparing {name}"):
+                with Waiting(f"preparing {name}"):
                     draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
                     llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                     llm.measure_passes()
@@ -415,7 +417,6 @@ def answered(
 
 
 def progress_bar() -> Progress:
-    """Make a progress bar on standard error, which is shown only where standard error is a terminal."""
-    console = make_console(stderr=True)
+    """Make the progress bar of a measurement. It is removed at the end."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Bar(*columns, transient=True)

@@ -26,7 +26,7 @@ from forerun.bench import bandwidth
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import showing
+from forerun.text.waiting import Waiting
 from forerun.theory import formulas
 from forerun.types import StepReport
 
@@ -166,7 +166,7 @@ class Ceiling:
 
 def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     """Measure the memory's bandwidth. Print and return the limit that the bandwidth sets for plain decoding."""
-    with showing("measuring the memory"):
+    with Waiting("measuring the memory"):
         measured = bandwidth.measure(model.device)
     what = "the experts that it chooses and all other weights" if model.config.has_experts else "all weights"
     ceiling = Ceiling(model.bytes_per_pass, measured.bytes_per_s, measured.probe)

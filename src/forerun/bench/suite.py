@@ -33,7 +33,8 @@ from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import make_console, showing
+from forerun.text.terminal import make_console
+from forerun.text.waiting import Waiting
 from forerun.types import SamplingParams, StepReport
 
 NOISE = 0.03  # of plain decoding against itself; kinds of work with more noise are run again
@@ -91,7 +92,7 @@ def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
     checkpoint = load_widened(measured_target(config, "none"), "none", console)
     drafts = {way.draft: loaded_once(way.draft, checkpoint, config.ignored_config_keys) for way in ways}
     measuring = Measuring(checkpoint, config, plan, suite, ways, drafts)
-    with showing("checking the conversations"):
+    with Waiting("checking the conversations"):
         measuring.check()
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)

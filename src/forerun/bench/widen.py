@@ -41,8 +41,8 @@ from forerun.ops.operators import Operators
 from forerun.registry import unknown
 from forerun.text.grow import grow
 from forerun.text.json_files import read_json
-from forerun.text.terminal import make_console
 from forerun.text.tokenizer import Tokenizer
+from forerun.text.waiting import Waiting
 
 # The last two are the sizes of the published models of these names. `demo` keeps head size and vocabulary.
 SHAPES = {
@@ -259,13 +259,13 @@ def measured_target(config: EngineConfig, shape: str) -> Opened:
 def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
     """Load the target, and widen it to a shape (none = not widened). Print its size and the seconds of loading."""
     start, note, config = time.perf_counter(), "", opened.config
-    with make_console(stderr=True).status("loading the target ...") as status:
+    with Waiting("loading the target") as waiting:
         if shape == "none":
             checkpoint = opened.load()
         else:
             small = opened.under(dataclasses.replace(config, quantization=None)).load()
             ops = opened.operators
-            status.update("widening the target ...")
+            waiting.tell("widening the target")
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"
     model = checkpoint.model

@@ -66,8 +66,8 @@ def _progress() -> Iterator[Tell]:
     """Yield a function that shows progress on standard error: as a bar in a terminal, otherwise as lines."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from forerun.cli.waiting import Waiting
     from forerun.text.terminal import make_console
+    from forerun.text.waiting import Waiting
 
     console = make_console(stderr=True)
     if not console.is_terminal:

@@ -25,7 +25,7 @@ from forerun.bench.other_programs import ProcessorTimes
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
-from forerun.cli.waiting import Answering, Waiting
+from forerun.cli.waiting import Answering
 from forerun.cli.words import percent
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -37,6 +37,7 @@ from forerun.models.hub_errors import is_unreachable
 from forerun.models.named import find, named_models, there
 from forerun.text.detokenizer import num_common
 from forerun.text.terminal import has_colour, make_console
+from forerun.text.waiting import Waiting
 from forerun.types import SamplingParams, StepReport
 
 WARM_UP_TOKENS = 4

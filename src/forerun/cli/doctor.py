@@ -125,11 +125,11 @@ def examine(root: Path = Path("/")) -> Facts:
 
     Raises BadOption for an environment variable that is wrong.
     """
-    from forerun.text.terminal import showing
+    from forerun.text.waiting import Waiting
 
     load = _load_average()  # before the measurements add to it
     operators = _operators()
-    with showing("measuring"):
+    with Waiting("measuring"):
         from forerun.bench.bandwidth import measure
         from forerun.memory.machine import available_bytes
         from forerun.version import __version__

@@ -44,10 +44,10 @@ from forerun.errors import FULL, BadOption, ForerunError, UserError, not_install
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.cli.waiting import Waiting
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.engine.request import Chunk, RequestOutput
+    from forerun.text.waiting import Waiting
 
 ABORTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that SIGINT or SIGPIPE ended
 # The base of click's usage errors. typer ships its own copy of click now and imported the package before.

@@ -54,7 +54,8 @@ def plan(
     config = flags.engine_config({**engine, "target": target})
     if shape is not None or draft_shape is not None:  # without a target, the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
-    from forerun.cli.waiting import OPENING_S, Waiting
+    from forerun.cli.waiting import OPENING_S
+    from forerun.text.waiting import Waiting
 
     with Waiting("reading the headers of the models", OPENING_S):
         models = Models.of(config, shape, draft_shape)

@@ -43,7 +43,7 @@ Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
 
 def _starting(quiet: bool) -> AbstractContextManager[object]:
     """Return a display that is shown while torch is imported, which takes seconds."""
-    from forerun.cli.waiting import Waiting
+    from forerun.text.waiting import Waiting
 
     return nullcontext() if quiet else Waiting("starting")
 
@@ -339,11 +339,13 @@ def say(text: str, err: bool = False) -> None:
 @contextmanager
 def progress_line(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows progress on one line. The line is removed at the end."""
-    from rich.progress import Progress, TextColumn
+    from forerun.text.waiting import Waiting
 
-    with Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:
-        line = progress.add_task("")
-        yield lambda text: progress.update(line, description=text)
+    if quiet:
+        yield lambda text: None
+        return
+    with Waiting("loading the target") as waiting:
+        yield waiting.tell
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:

@@ -1,18 +1,15 @@
-"""Says on standard error what a command waits for, so that no screen is silent for longer than two seconds."""
+"""Says what a command waits for while models are opened, loaded and read, and while they write."""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from forerun.cli.words import counted
 from forerun.models.hub import is_hub_id
-from forerun.text.terminal import make_console, note
+from forerun.text.waiting import Waiting
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,70 +19,7 @@ if TYPE_CHECKING:
     from forerun.engine.opened import Opened
     from forerun.types import StepReport
 
-SILENT_S = 1.8  # between two lines, where there is no terminal
-LOOK_S = 0.1  # between two looks whether the text is new
 OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely takes long
-
-
-class Waiting:
-    """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
-
-    Elsewhere a new text is printed as a line after SILENT_S seconds of silence. Successive displays, such as opening,
-    loading and reading, count the seconds of silence together. after_s: the seconds before a terminal shows the first
-    text.
-    """
-
-    _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
-
-    def __init__(self, text: str, after_s: float = 0.0) -> None:
-        self._after_s, self._lock = after_s, threading.Lock()
-        self._text, self._told = text, ""
-        console = make_console(stderr=True)
-        self._status = console.status(text) if console.is_terminal and not console.is_dumb_terminal else None
-        self._over = threading.Event()
-
-    def tell(self, text: str) -> None:
-        """Show another text from now on. Any thread may call this."""
-        self._text = text
-        if self._status is not None:
-            self._status.update(text)
-
-    def end(self) -> None:
-        """Stop showing. A second call does nothing."""
-        with self._lock:
-            if not self._over.is_set():
-                self._over.set()
-                Waiting._ended_s = time.monotonic()
-                if self._status is not None:
-                    self._status.stop()
-
-    def __enter__(self) -> Self:
-        now_s = time.monotonic()
-        if now_s > Waiting._ended_s + SILENT_S:
-            Waiting._silent_since_s = now_s
-        show = self._print_lines if self._status is None else self._start_status
-        if self._status is not None and not self._after_s:
-            show()
-        else:
-            threading.Thread(target=show, daemon=True).start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.end()
-
-    def _start_status(self) -> None:
-        self._over.wait(self._after_s)
-        with self._lock:
-            if not self._over.is_set() and self._status is not None:
-                self._status.start()
-
-    def _print_lines(self) -> None:
-        while not self._over.wait(max(LOOK_S, Waiting._silent_since_s + SILENT_S - time.monotonic())):
-            with self._lock:  # no line comes behind the end
-                if not self._over.is_set() and self._text != self._told:
-                    note(self._text)
-                    self._told = self._text
-                    Waiting._silent_since_s = time.monotonic()
 
 
 class Answering(Waiting):

@@ -1,4 +1,4 @@
-"""The progress bar of a batch on standard error: requests done, tokens per second, time left. For terminals only."""
+"""The progress bar of a batch on standard error: requests done, tokens per second, time left; lines in a pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 from rich import progress
 
-from forerun.text.terminal import make_console
+from forerun.text.progress import Bar
 
 INTERVAL_S = 0.1  # between two drawings
 
@@ -20,16 +20,14 @@ class Progress:
     """
 
     def __init__(self, num_lines: int, num_before: int) -> None:
-        console = make_console(stderr=True)
         columns = (
             progress.BarColumn(bar_width=None),
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[rate]}"),
             progress.TimeRemainingColumn(),
         )
-        self._is_shown = console.is_terminal
-        self._bar = progress.Progress(*columns, console=console, auto_refresh=False, disable=not self._is_shown)
-        self._task = self._bar.add_task("", total=num_lines, completed=num_before, rate="")
+        self._bar = Bar(*columns, auto_refresh=False)
+        self._task = self._bar.add_task("requests", total=num_lines, completed=num_before, rate="")
         self._drawn_s = 0.0
 
     def __enter__(self) -> Progress:
@@ -41,15 +39,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Write a line to standard error. If a bar is shown, the line stands above the bar."""
-        self._bar.console.print(text, soft_wrap=not self._is_shown)
+        self._bar.console.print(text, soft_wrap=not self._bar.console.is_terminal)
 
     def show(self, num_done: int, tokens_per_s: float) -> None:
         """Update the bar, which is drawn at most every INTERVAL_S seconds.
 
         The last update is drawn when the `with` block ends.
         """
-        if not self._is_shown:
-            return
         now_s = time.perf_counter()
         is_due = now_s - self._drawn_s >= INTERVAL_S
         self._drawn_s = now_s if is_due else self._drawn_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
@@ -48,15 +48,6 @@ def make_console(stderr: bool = False) -> Console:
     elif console.is_dumb_terminal:  # rich takes 80 columns for each of these, however wide it is
         console.size = ConsoleDimensions(*shutil.get_terminal_size())
     return console
-
-
-def showing(text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows `text` as a status line in a terminal.
-
-    The caller must print nothing inside the context.
-    """
-    console = make_console(stderr=True)
-    return console.status(text) if console.is_terminal and not console.is_dumb_terminal else nullcontext()
 
 
 def note(text: str) -> None:

@@ -19,10 +19,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from forerun.errors import BadOption, raising_os_errors, shown
+from forerun.text.progress import Bar
 from forerun.train.config import LoopConfig
 
 LOG_EVERY_STEPS = 10
@@ -306,13 +307,13 @@ def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def progress_bar(quiet: bool) -> Progress:
+def progress_bar(quiet: bool) -> Bar:
     """Make a progress bar that shows finished steps, remaining time, and a note. quiet: whether to show nothing."""
-    return Progress(
+    return Bar(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-        disable=quiet,
+        is_quiet=quiet,
     )
