@@ -46,6 +46,11 @@ def test_a_text_of_their_tests_means_what_it_means_there(case: dict[str, Any]) -
         assert meaning(case, said[:i], said[i:]) == whole, said[:i]
 
 
+def test_a_python_text_with_a_bare_quote_in_it_is_no_call() -> None:
+    said = "[trip(town='New York', unit='mile's)]"
+    assert meaning({"dialect": "pythonic", "tools": ["trip"]}, said) == (said, "", [])
+
+
 def test_most_cases_do_not_differ() -> None:
     """Those that do say why; both projects, and every dialect, have cases that do not."""
     same = [case for case in CASES if "differs" not in case]
