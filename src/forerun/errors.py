@@ -169,6 +169,14 @@ def pip(arguments: str) -> str:
     return f"{python} -m pip {arguments}"
 
 
+def has_card() -> bool:
+    """Return whether the device file of a CUDA driver exists. This is quick; asking torch would take a second.
+
+    Windows has no such file, so a card is assumed there.
+    """
+    return sys.platform == "win32" or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))  # the second under WSL
+
+
 def pip_for(extra: str) -> str:
     """Return the pip command that installs an extra of pyproject.toml, without building an installed forerun again.
 
@@ -179,7 +187,7 @@ def pip_for(extra: str) -> str:
     packages = _packages(extra)
     if not packages:
         return pip(f"install '.[{extra}]' in the folder of forerun's sources")
-    needs_index = any(one.startswith("torch") for one in packages) and not os.path.exists("/dev/nvidiactl")
+    needs_index = any(one.startswith("torch") for one in packages) and not has_card()
     on_a_pc = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     index = f" --extra-index-url {CPU_BUILDS}" if needs_index and on_a_pc and extra != "cuda" else ""
     return pip("install " + " ".join(f"'{one}'" for one in packages) + index)

@@ -109,11 +109,6 @@ def processor_name(root: Path = Path("/")) -> str:
     return _field("model name", root)
 
 
-def has_card(root: Path = Path("/")) -> bool:
-    """Return whether the device file of a CUDA driver exists. This is quick; asking torch would take a second."""
-    return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))  # the second under WSL
-
-
 @cache
 def why_not() -> str | None:
     """Return why the extension is missing or differs from its sources, and what to do; None if there is no fault."""

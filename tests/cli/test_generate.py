@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import processes
-from forerun import native
+from forerun.cli import words
 from forerun.config import EngineConfig
 from forerun.native import isa
 from forerun.types import SamplingParams
@@ -252,7 +252,7 @@ def test_the_closing_line_names_a_card_that_is_idle(cli: Any, monkeypatch: pytes
     monkeypatch.setattr(cuda, "card", lambda: "NVIDIA H100")
     monkeypatch.setattr(cuda, "usable", lambda device: None)
     for is_there in (False, True):
-        monkeypatch.setattr(native, "has_card", lambda is_there=is_there: is_there)
+        monkeypatch.setattr(words, "has_card", lambda is_there=is_there: is_there)
         said = cli("generate", "a", "--target", "llama", "--draft", "none", "--max-tokens", "1").stderr
         assert ("--device cuda would compute on NVIDIA H100" in " ".join(said.split())) == is_there
 

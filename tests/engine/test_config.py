@@ -311,6 +311,14 @@ def test_the_device_is_the_processor_unless_another_is_named(monkeypatch):
     assert "torch sees no CUDA device" in refusal(BadOption, torch_device, "cuda")
 
 
+def test_torch_is_advised_only_where_a_card_could_use_it(monkeypatch):
+    """It takes gigabytes, and would then say that there is no card."""
+    monkeypatch.setattr("forerun.native.torch_version", lambda: None)
+    for has_card, advice in ((False, "not here; use device='cpu'"), (True, "a CUDA device needs torch")):
+        monkeypatch.setattr("forerun.ops.has_card", lambda has_card=has_card: has_card)
+        assert advice in refusal(BadOption, torch_device, "cuda")
+
+
 def test_a_name_of_another_engine_is_answered_with_ours():
     assert "max_new_tokens is max_tokens here" in refusal(BadOption, SamplingParams, max_new_tokens=5)
     with pytest.raises(BadOption, match="num_beam_groups has no counterpart here"):

@@ -24,7 +24,6 @@ print(repr(texts[0]))
 """
 WITHOUT = (
     ["convert-head", "a", "b"],
-    ["generate", "hello", "--target", "shipped", "--device", "cuda"],
     ["generate", "hello", "--target", "shipped", "--ops", "reference"],
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forerun import native
+from forerun.errors import has_card
 from forerun.models import named
 from forerun.text.terminal import note as note
 from forerun.types import BEAM, FinishReason, SamplingParams
@@ -64,7 +65,7 @@ def computed(model: Model) -> str:
 
 def _card_is_idle(model: Model) -> Iterator[str]:
     """Yield a sentence where a model is computed on the CPU, although the machine has a card that could compute it."""
-    if model.device != "cpu" or not native.has_card() or native.torch_version() is None:
+    if model.device != "cpu" or not has_card() or native.torch_version() is None:
         return
     from forerun.ops import cuda
 

@@ -23,7 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from forerun import native
-from forerun.errors import BadOption, UnsupportedModel
+from forerun.errors import BadOption, UnsupportedModel, has_card
 from forerun.registry import stated, unknown
 
 if TYPE_CHECKING:
@@ -89,8 +89,11 @@ def why_no_import(name: str) -> str | None:
 
 def refuse_without_torch(device: str) -> None:
     """Raise BadOption if `device` is "cuda" and torch, the only way to a CUDA device, is missing."""
-    if device == "cuda" and native.torch_version() is None:
-        raise BadOption(f"device='cuda' is not possible: {native.needs_torch('a CUDA device', 'cuda')}")
+    if device != "cuda" or native.torch_version() is not None:
+        return
+    if not has_card():
+        raise BadOption("device='cuda' is not possible: it needs an NVIDIA card, which is not here; use device='cpu'")
+    raise BadOption(f"device='cuda' is not possible: {native.needs_torch('a CUDA device', 'cuda')}")
 
 
 @cache
