@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="forerun-tests-")
         os.environ["FORERUN_CACHE_DIR"] = folder.name
         config.add_cleanup(folder.cleanup)
+    # Messages name programs of this environment as where a shell finds them.
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     # Where a shell runs the tests in its background, SIGINT is ignored here and in every process that a test starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -169,6 +169,15 @@ def pip(arguments: str) -> str:
     return f"{python} -m pip {arguments}"
 
 
+def program(name: str) -> str:
+    """Return how a shell starts a program of this environment: by its name where that finds it, else by its path."""
+    place = shutil.which(name, path=os.path.dirname(sys.executable))
+    if place is None or shutil.which(name) == place:
+        return name
+    path, here = Path(place), Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if here in path.parents[1:] else path))
+
+
 def has_card() -> bool:
     """Return whether the device file of a CUDA driver exists. This is quick; asking torch would take a second.
 

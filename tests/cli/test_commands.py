@@ -37,11 +37,14 @@ def test_one_method_is_shown_with_its_options(ok: Any, refused: Any) -> None:
     assert "there is no acceptance rule 'rato' (did you mean 'ratio'?)" in refused("rules", "rato")
 
 
-def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(ok: Any) -> None:
+def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(
+    ok: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ("--target", "llama", "--draft", "./draft", "--shape", "none", "--max-tokens", "16", "x = ")
+    monkeypatch.setattr("forerun.cli.demo.program", "/folder/of/{}".format)
     printed = ok("demo", *arguments)
     headings = ("--- plain decoding ---", "--- with speculation ---")
-    for words in (*headings, "speed-up", "acceptance rate", "forerun bench latency --target"):
+    for words in (*headings, "speed-up", "acceptance rate", "  /folder/of/forerun bench latency --target"):
         assert words in printed
     dtype, build = ("float32", "torch ") if isa() == "reference" else ("bfloat16", f"native kernels, {isa()})")
     verdict = f"identical: yes, all 16 tokens (greedy; {dtype} weights on cpu; {build}"
@@ -91,6 +94,8 @@ def test_a_sentence_says_how_to_get_the_pair(
     said = why if folder else "the pair is not here, and the hub cannot be asked"
     given = {"FORERUN_PAIR": str(tmp_path)} if folder else {}
     assert refused("demo", "--pair", **given) == f"{said}: {HOW_TO_GET_THE_PAIR}"
+    monkeypatch.setattr("forerun.cli.demo.program", "/folder/of/{}".format)
+    assert "`/folder/of/hf download Qwen/" in refused("demo", "--pair", **given)
 
 
 def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, ok: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from forerun import registry
-from forerun.errors import pip
+from forerun.errors import pip, program
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forerun"
@@ -258,3 +258,18 @@ def test_what_installs_names_the_interpreter_that_runs(monkeypatch: pytest.Monke
     assert pip("install x") == "python -m pip install x"
     found = [relative(path) for path in SOURCE.rglob("*.py") if re.search(r"\bpip install ", path.read_text("utf-8"))]
     assert not found, found
+
+
+def test_a_program_is_named_as_a_shell_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "our env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "hf").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program("hf") == f"'{folder / 'hf'}'"
+    assert program("forerun") == "forerun"  # it is not there
+    for here, named in ((tmp_path, "'our env/bin/hf'"), (folder, f"'{folder / 'hf'}'")):
+        monkeypatch.chdir(here)
+        assert program("hf") == named
+    monkeypatch.setenv("PATH", str(folder))
+    assert program("hf") == "hf"

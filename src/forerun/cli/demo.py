@@ -31,7 +31,7 @@ from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened, is_shipped
 from forerun.engine.request import RequestOutput
-from forerun.errors import NotFound, UserError
+from forerun.errors import NotFound, UserError, program
 from forerun.models.hub import locate
 from forerun.models.hub_errors import is_unreachable
 from forerun.models.named import find, named_models, there
@@ -205,7 +205,7 @@ def _place(name: str, folder: str | None) -> str:
 
 def _how_to_get_pair() -> str:
     commands = [
-        f"`hf download {named_models()[name].repository} --include '*{PAIR_TYPE}.gguf' --local-dir pair` "
+        f"`{program('hf')} download {named_models()[name].repository} --include '*{PAIR_TYPE}.gguf' --local-dir pair` "
         f"({named_models()[name].num_bytes / 1e9:.1f} GB)"
         for name in PAIR
     ]
@@ -353,11 +353,15 @@ def _times(gain: float | None) -> str:
 
 
 def _your_own_model(console: Console, is_pair: bool) -> None:
+    forerun = program("forerun")
     if not is_pair:
         size = sum(named_models()[name].num_bytes for name in PAIR) / 1e9
         console.print(f"\nWith two models that people use, of 1.5 B and 0.5 B ({size:.1f} GB):", style="bold")
-        console.print("  forerun demo --pair")
+        console.print(f"  {forerun} demo --pair")
     console.print("\nWith a model of your own (a folder, a GGUF file, or org/name of the hub):", style="bold")
-    console.print("  forerun chat ./model.gguf")
-    console.print('  forerun generate --target ./model --draft ./small-model --rounds "def fib(n):"')
-    console.print("  forerun bench latency --target ./model --draft ./small-model")
+    console.print(
+        f"  {forerun} chat ./model.gguf\n"
+        f'  {forerun} generate --target ./model --draft ./small-model --rounds "def fib(n):"\n'
+        f"  {forerun} bench latency --target ./model --draft ./small-model",
+        soft_wrap=True,  # so that a command can be copied as one line
+    )

@@ -9,13 +9,13 @@ import errno
 import re
 from collections.abc import Iterator
 
-from forerun.errors import FULL, CapacityError, ForerunError, NotFound, shown
+from forerun.errors import FULL, CapacityError, ForerunError, NotFound, program, shown
 
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 TRANSPORT = {"TransportError", "RequestException", "ConnectionError", "TimeoutError"}
 FULL_IN_WORDS = re.compile(r"No space left on device|os error 28|quota exceeded", re.IGNORECASE)  # hf-xet has no errno
 CUT_SHORT = re.compile(r"should be of size (\d+) but has size (\d+) \((.*)\)")
-LOGIN = "log in with `hf auth login` or set HF_TOKEN"
+LOGIN = f"log in with `{program('hf')} auth login` or set HF_TOKEN"
 
 
 def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
@@ -27,7 +27,8 @@ def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
                 return explanation
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     return NotFound(
-        f"{hub_id} could not be fetched from {_host()} ({first_line}): try again, or fetch it with hf download"
+        f"{hub_id} could not be fetched from {_host()} ({first_line}): try again, or fetch it with {program('hf')} "
+        "download"
     )
 
 
@@ -78,7 +79,8 @@ def _of_access(error: BaseException, hub_id: str, revision: str) -> ForerunError
     if isinstance(error, errors.OfflineModeIsEnabled):
         return NotFound(
             f"{_named(hub_id, revision)} is not in the cache, {cache_folder()}, or not completely, and HF_HUB_OFFLINE "
-            f"forbids to fetch it: unset HF_HUB_OFFLINE, or run `hf download {hub_id}` where there is a network"
+            f"forbids to fetch it: unset HF_HUB_OFFLINE, or run `{program('hf')} download {hub_id}` where there is a "
+            "network"
         )
     if isinstance(error, errors.GatedRepoError):
         if _status(error) == 403:

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from forerun.errors import NotFound, UnsupportedModel, UserError
+from forerun.errors import NotFound, UnsupportedModel, UserError, program
 
 LFS_POINTER = b"version https://git-lfs"
 HTML = (b"<!doctype html", b"<html")
@@ -26,13 +26,13 @@ def unreadable(path: Path, problem: object, what: str = "") -> UserError:
         return NotFound(f"{path} {_of_the_system(path, error)}")
     if beginning.startswith(LFS_POINTER):
         return UnsupportedModel(
-            f"{path} is a pointer of git-lfs and not the file: run git lfs pull in its folder, or fetch it with hf "
-            "download"
+            f"{path} is a pointer of git-lfs and not the file: run git lfs pull in its folder, or fetch it with "
+            f"{program('hf')} download"
         )
     if beginning.lstrip().lower().startswith(HTML):
         return UnsupportedModel(
-            f"{path} is a web page and not the file, as a link to the page about a file gives it: fetch it with hf "
-            "download, or from the page's download link"
+            f"{path} is a web page and not the file, as a link to the page about a file gives it: fetch it with "
+            f"{program('hf')} download, or from the page's download link"
         )
     if not beginning:
         return UnsupportedModel(f"{path} is empty: {AGAIN}")

@@ -26,7 +26,7 @@ from forerun.config import Quantization
 from forerun.drafters import Known
 from forerun.drafters.shared import head_gguf
 from forerun.drafters.shared.head_matrices import quantised
-from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.errors import BadOption, NotFound, UnsupportedModel, program, shown
 from forerun.host_tensor import Floats, HostTensor
 from forerun.models import hub, named, safetensors_file
 from forerun.models.open_file import OpenFile
@@ -135,7 +135,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
     if not files and pickles:
         raise UnsupportedModel(
             f"{where} has weights in {pickles[0]} only, which is a pickle and runs code when it is loaded: fetch it "
-            f"with `hf download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=OUT"
+            f"with `{program('hf')} download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=OUT"
         )
     if CONFIG not in names or not files:
         raise NotFound(f"{where} holds no {CONFIG if files else WEIGHTS}, and is no head: name {_known(method)}")
