@@ -445,6 +445,16 @@ def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) 
     assert "Traceback" not in done.stderr
 
 
+def test_a_command_that_takes_no_text_does_nothing_with_one(cli: Any, talker: Path) -> None:
+    """But what leaves does so whatever follows."""
+    words = "hello\n/reset all\n/retry it\n/help me\n/retry\n/exit now\nhello\n"
+    done = cli("chat", str(talker), *SHORT_FLAGS, stdin=words, code=0)
+    for name in ("/reset", "/retry", "/help"):
+        assert f"{name} takes no text: type it alone\n" in done.stderr
+    assert len(re.findall(NUMBERS, done.stderr)) == 2  # of the first message and of /retry
+    assert "there is no command" not in done.stderr
+
+
 def test_a_long_text_in_a_pipe_is_not_refused_line_by_line(cli: Any, talker: Path) -> None:
     done = cli("chat", str(talker), *SHORT_FLAGS, "--max-seq-len", "100", stdin=("x" * 100 + "\n") * 20, code=2)
     assert said(done.stderr).count("error: the prompt has 1") == 3

@@ -61,6 +61,7 @@ NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its fi
 LEFT_OUT = "the answer has a call of a tool that is not whole, which was left out"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 COMMANDS = list(dict.fromkeys(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
+ALONE = ("/retry", "/reset", "/help")  # commands that no text follows
 LEAVING = frozenset(("exit", "quit", "bye", "q", ":q"))  # what people type to leave
 HOW_TO_LEAVE = "to leave, type /exit or Ctrl-D; {0} is sent to the model if you type it again"
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -542,7 +543,7 @@ def _talk(chat: Chat, terminal: bool) -> None:
             leaving.clear()
             continue
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
-        if command is not None and command.removeprefix("/") in LEAVING:
+        if command is not None and command.split()[0][1:] in LEAVING:
             return
         try:
             if command == "/retry":
@@ -572,6 +573,8 @@ def _asked(call: str) -> bool:
 
 def _obey(chat: Chat, command: str) -> str:
     name, _, rest = command.partition(" ")
+    if rest and name in ALONE:
+        return f"{name} takes no text: type it alone"
     if name == "/set":
         return chat.set(rest)
     if name == "/system":
