@@ -103,7 +103,7 @@ def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
     for typed, answer in (
         ("hello", NUMBERS),
         ("/help", "forget the conversation"),
-        ("/hlep now", "did you mean '/help'"),
+        ("/hlep now", r"did you mean '/help'[^;]*; a message that begins with / is written\s+with //"),
         ("two \\\rlines", NUMBERS),
         ("quit", "to leave, type /exit or Ctrl-D; quit is sent to the model if you type it again"),
         ("quit", NUMBERS),

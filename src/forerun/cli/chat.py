@@ -586,7 +586,9 @@ def _obey(chat: Chat, command: str) -> str:
     if name == "/reset":
         chat.reset()
         return "the conversation is forgotten"
-    return HELP if name == "/help" else unknown("command", name, COMMANDS)
+    if name == "/help":
+        return HELP
+    return f"{unknown('command', name, COMMANDS)}; a message that begins with / is written with //"
 
 
 def _typed() -> Iterator[str]:
