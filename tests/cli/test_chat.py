@@ -324,7 +324,9 @@ def test_parameters_can_be_set(talker: Path) -> None:
     assert chat.set("top-p=0.5") == "top_p is now 0.5"
     with pytest.raises(BadOption, match="there is no drafter in this engine 'lookup:max_n=4'"):
         chat.set("draft = lookup:max_n=4")
+    assert "draft lookup" in chat.set("").splitlines()
     assert chat.set("draft none") == "draft is now none"
+    assert Chat(LLM(talker, draft="none"), GREEDY).set("").endswith("draft none")
     assert chat.set("max_tokens none") == "max_tokens is now no limit"
     params = SamplingParams(temperature=0.2, top_p=0.5, draft="none", max_tokens=None)
     assert chat.params == params
@@ -334,12 +336,12 @@ def test_parameters_can_be_set(talker: Path) -> None:
         "temperature": "there is no value for temperature",
         "temperature warm": "temperature='warm' is not possible",
         "max_tokens 0": "max_tokens=0 is not possible in a conversation: nothing would be answered",
-        "draft model": "there is no drafter in this engine 'model': it must be one of forced, lookup, none, ",
+        "draft model": "there is no drafter in this engine 'model': it must be one of auto, forced, lookup, none, ",
     }.items():
         with pytest.raises(BadOption, match=re.escape(sentence)):
             chat.set(words)
     # No engine starts with that.
-    with pytest.raises(BadOption, match=r"did you mean 'none'.*of forced, lookup, none, prediction$"):
+    with pytest.raises(BadOption, match=r"did you mean 'none'.*of auto, forced, lookup, none, prediction$"):
         chat.set("draft nonee")
     assert chat.params == params
 

@@ -199,9 +199,11 @@ class Chat:
         return f"{name} is now {self._value(name)}"
 
     def _value(self, name: str) -> str:
+        if name == "draft":
+            return self.llm.engine.drafter.chosen(self.params.draft)
         value = getattr(self.params, name)
         if value is None:
-            return {"draft": "auto", "seed": "a new one for each answer", "max_tokens": "no limit"}[name]
+            return {"seed": "a new one for each answer", "max_tokens": "no limit"}[name]
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def system(self, text: str) -> str:

@@ -105,7 +105,7 @@ class Router(Drafter):
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
         if name not in self.members:
-            known = unknown("drafter in this engine", name, self.members)
+            known = unknown("drafter in this engine", name, ["auto", *self.members])
             raise BadOption(f"{known}{_how_to_add(name)}")
         drafter = self.members[name]
         is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
