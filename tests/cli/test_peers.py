@@ -131,6 +131,10 @@ OF_ANOTHER = {
     "forerun serve",
     "generate x --served-model-name s": "--served-model-name is an option of forerun batch, not of forerun generate: "
     "leave it out or use forerun batch",
+    "bench latency --out f": "--out is an option of forerun tune, not of forerun bench latency: use --json FILE, which "
+    "writes what was measured",
+    "generate x --out f": "--out is an option of forerun tune, not of forerun generate: leave it out or use forerun "
+    "tune",
     # What is of training alone, and a peer's, is the peer's.
     "generate x --tokenizer t": "vLLM's --tokenizer has no counterpart here: the tokenizer is tokenizer.json beside "
     f"the weights; {SEE}",

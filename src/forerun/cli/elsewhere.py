@@ -120,10 +120,13 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 def _way_out(param: Any, parser: Any, home: str) -> str:
     """Return what a user can do about an option that is a flag of the command `home`, but not of the typed command.
 
-    An option of the engine can be set by a FORERUN_* variable or in the config file, if the typed command runs an
-    engine. Any other option must be left out, or used with `home`. param: click's object of the option. parser: click's
-    object of the typed command. home: the path of the command that has the option.
+    A measurement is written to a file by --json, where other commands have --out. An option of the engine can be set by
+    a FORERUN_* variable or in the config file, if the typed command runs an engine. Any other option must be left out,
+    or used with `home`. param: click's object of the option. parser: click's object of the typed command. home: the
+    path of the command that has the option.
     """
+    if param.name == "out" and any("--json" in p.opts and not p.is_flag for p in parser.params):
+        return "use --json FILE, which writes what was measured"
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"
     has_file = any(p.name == "config" for p in parser.params)
