@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,16 @@ def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in:
     after = answers_in(out)
     assert {custom_id for custom_id in "abc" if after[custom_id] != before[custom_id]} == {"b"}
     cli("batch", changed, str(out), "--target", "nowhere", code=0)
+
+
+def test_a_display_says_that_the_model_is_loaded(
+    cli: Any, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[bool]()
+    monkeypatch.setattr("forerun.cli.waiting.loading", lambda opened: nullcontext(loaded.append(opened.is_shipped)))
+    requests = write(("a", COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
+    cli("batch", str(requests), str(tmp_path / "out.jsonl"), code=0)
+    assert loaded == [True]
 
 
 def test_a_model_may_be_called_anything_unless_its_name_is_said(

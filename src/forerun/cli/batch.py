@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,8 @@ def batch(
     place = _place(ray_engines, ray_cpus, ray_gpus) if ray else None
     if not ray and (ray_engines is not None or ray_cpus is not None or ray_gpus):
         raise BadOption("--ray-engines, --ray-cpus and --ray-gpus say how --ray is done: give it, too, or none of them")
-    from forerun.serve.batch import run
+    from forerun.cli.waiting import loading
+    from forerun.serve.batch import in_this_process, run
 
     code = run(
         requests,
@@ -62,7 +64,7 @@ def batch(
         served_names=tuple(served_model_name or ()),
         redo_changed=redo_changed,
         retry_refused=retry_refused,
-        place=place,
+        place=place or partial(in_this_process, loading=loading),
     )
     raise typer.Exit(code)
 

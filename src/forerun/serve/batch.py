@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,6 +35,7 @@ from forerun.text.terminal import note, visible
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.engine.opened import Opened
     from forerun.engine.request import Request
     from forerun.types import StepReport
 
@@ -47,6 +48,7 @@ WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler 
 # A Run answers requests (see `Runner.run`). A Place yields the Run of an engine, which is here or on a cluster.
 Run: TypeAlias = Callable[[Iterator[BatchRequest], AnswerFile, Callable[[], None]], None]
 Place: TypeAlias = "Callable[[EngineConfig, Seq[str], Numbers], AbstractContextManager[Run]]"
+Loading: TypeAlias = "Callable[[Opened], AbstractContextManager[object]]"
 SEED_BITS = 53  # of a seed that the request does not give: every JSON reader keeps such an integer exactly
 
 
@@ -268,27 +270,33 @@ class Runner:
         return [self._requests.answer(running) for running in over]
 
 
-def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
-    """Load the model of a configuration, and return the Requests for the model. served_names: see `run`."""
+def load(config: EngineConfig, served_names: Seq[str], loading: Loading = nullcontext) -> Requests:
+    """Load the model of a configuration, and return the Requests for the model.
+
+    served_names: see `run`. loading: returns a display that is shown while the model is loaded.
+    """
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.memory.machine import spare_what_is_loaded
 
     opened = Opened.of(config)
     opened.text_tokenizer()  # the answers are texts
-    llm = LLM.from_opened(opened)
-    llm.measure_passes()
+    with loading(opened):
+        llm = LLM.from_opened(opened)
+        llm.measure_passes()
     spare_what_is_loaded()
     return Requests(llm, (*served_names, *model_names(config.target or default()))[0], served_names, llm.usual_fields)
 
 
 @contextmanager
-def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
+def in_this_process(
+    config: EngineConfig, served_names: Seq[str], numbers: Numbers, loading: Loading = nullcontext
+) -> Iterator[Run]:
     """Load an engine in this process. Yield the function (a Run) that answers requests with the engine.
 
-    served_names: see `run`. numbers: gets the report of each step.
+    served_names: see `run`. numbers: gets the report of each step. loading: see `load`.
     """
-    requests = load(config, served_names)
+    requests = load(config, served_names, loading)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)
     try:
