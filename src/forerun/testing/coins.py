@@ -161,7 +161,7 @@ def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
     while True:
         way = _Way(script)
         result = run(Branching(way))
-        outcomes.append((way.weight, result))
+        outcomes.append((way.weight, result))  # `run` has grown the way, so its weight is known only now
         while way.trail and way.trail[-1][0] + 1 == way.trail[-1][1]:
             way.trail.pop()
         if not way.trail:
