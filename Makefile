@@ -55,8 +55,10 @@ LIGHT := $(VENV)/light
 # What more is installed beside the tests' packages.
 TOOLS :=
 
-# The extension, in src/forerun. It is made with the set-up, and again when its sources change.
+# The extension, in src/forerun. It is made with the set-up, and again when its sources change. BUILD holds its objects,
+# as pyproject.toml has it.
 NATIVE := $(VENV)/native
+BUILD := build
 CSRC := $(shell find csrc -type f)
 CPP := $(filter %.h %.cpp %.inc,$(CSRC))
 
@@ -69,6 +71,14 @@ ALL_ISA_TESTS := tests/house/test_same_as_plain.py tests/models/test_loading.py 
 # Of some twenty thousand files of Python a third is ever imported: that is compiled when it is, and no other.
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile
+
+# Arguments of an interpreter that runs a command in a group of its own, for what the command starts to end with it.
+GROUP := -c 'import os, sys; os.setpgrp(); os.execvp(sys.argv[1], sys.argv[1:])'
+
+# A recipe that is stoppable names in $$started what it runs so, and leaves none of it behind.
+STOP = for one in $$started; do kill -- $$one -$$one; done 2> /dev/null
+STOPPABLE = started=; trap '$(STOP); [ ! -t 2 ] || echo >&2; \
+	echo "stopped: the same command goes on from here" >&2; exit 130' INT TERM HUP
 
 # One process for each core, with one thread: two teams of threads on the same cores would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -191,24 +201,25 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@touch $@ $(NATIVE)
 
 # Packages arrive while the kernels are compiled. A terminal shows one line, of how far both are: each file of the kernels
-# is an object in the end, and pip says what it does last. Elsewhere pip writes where make does: it inherits that file, for
-# /dev/stdout would open it anew and cut off what stands in it.
+# is an object in the end, and pip says what it does last. Elsewhere each number of files is a line, and pip writes where
+# make does: it inherits that file, for /dev/stdout would open it anew and cut off what stands in it.
 define INSTALL
-echo "the kernels are compiled while packages arrive, which takes two to nine minutes" && \
-	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; } && \
-	{ { [ ! -t 1 ] || exec > $(VENV)/arrived.txt 2>&1; \
-		exec env $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); } & arrived=$$!; } && \
-	trap 'kill $$compiled $$arrived 2> /dev/null; exit 130' INT TERM HUP; \
-	while [ -t 1 ] && { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
-		printf '\r\033[K%d of %d files are compiled; %.40s' "$$(find build -name '*.o' 2> /dev/null | wc -l)" \
-		"$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')" \
-		"$$(tail -n 1 $(VENV)/arrived.txt 2> /dev/null | tr -cd " -~")"; sleep 1; \
+{ echo "the kernels are compiled while packages arrive, which takes two to nine minutes"; $(STOPPABLE); \
+	$(BIN)/python $(GROUP) env $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; started=$$!; \
+	{ [ ! -t 1 ] || exec > $(VENV)/arrived.txt 2>&1; exec $(BIN)/python $(GROUP) \
+		env $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); } & arrived=$$!; \
+	started="$$compiled $$arrived"; shown=; while { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
+		all=$$(cat $(BUILD)/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:'); \
+		now="$$(($$(find $(BUILD) -name '*.o' 2> /dev/null | wc -l))) of $$all files are compiled"; \
+		if [ -t 1 ]; then printf '\r\033[K%s; %.40s' "$$now" \
+			"$$(tail -n 1 $(VENV)/arrived.txt 2> /dev/null | tr -cd " -~")"; \
+		else case "$$now" in 0* | *" of 0 "* | "$$shown") ;; *) echo "$$now"; shown="$$now";; esac; fi; sleep 1; \
 	done; [ ! -t 1 ] || echo; \
-	wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; kill $$compiled 2> /dev/null; \
+	wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; $(STOP); \
 		echo "not all packages could be had, as pip says above: is there a network, and the index that it asks?" >&2; \
 		exit 1; }; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; echo "the kernels were not compiled: they need a C++ compiler" \
-		"and Python's headers (on Debian and Ubuntu: apt-get install g++ python3-dev)" >&2; exit 1; }
+		"and Python's headers (on Debian and Ubuntu: apt-get install g++ python3-dev)" >&2; exit 1; }; }
 endef
 
 define DEPENDENCIES
@@ -240,5 +251,8 @@ $(BIN)/python:
 		"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "forerun needs Python 3.11 or newer," \
 		"and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "making $(VENV)"; "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) could not create $(VENV)." \
+	@mkdir -p $(VENV); $(STOPPABLE); printf "making $(VENV)"; \
+	"$(PYTHON)" $(GROUP) "$(PYTHON)" -m venv $(VENV) > $(VENV)/made.txt 2>&1 & started=$$!; \
+	while [ -t 1 ] && kill -0 $$started 2> /dev/null; do printf .; sleep 1; done; echo; \
+	wait $$started || { cat $(VENV)/made.txt >&2; rm -rf $(VENV); echo "$(PYTHON) could not create $(VENV)." \
 		"On Debian and Ubuntu this helps: apt-get install python3-venv" >&2; exit 1; }

@@ -1,7 +1,9 @@
-"""Which package index `make demo` takes torch from, and that it brings what the lab needs."""
+"""Which package index `make demo` takes torch from, that it brings what the lab needs, and what it says meanwhile."""
 
 import os
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -9,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BEGUN = "the kernels are compiled while packages arrive, which takes two to nine minutes"
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
@@ -77,6 +81,19 @@ def test_the_demo_installs_what_the_lab_needs() -> None:
     assert lines[at + 1] == f"\t@{listed} && index= && $(INSTALL)"
 
 
+def set_up(folder: Path, packages: str, kernels: str) -> dict[str, Any]:
+    """How to run a set-up in a folder, with a pip that is a program here: what it does for each."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    pip = folder / "pip"
+    pip.write_text(f'#!/bin/sh\ncd {folder}\ncase "$*" in *-e*) {kernels};; *) {packages};; esac\n', "utf-8")
+    pip.chmod(0o755)
+    variables = [f"VENV={folder}", f"PIP={pip}", f"BUILD={folder}/build"]
+    # Within `make test` the set-up would be a make in a make, which says so in its lines.
+    alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return {"args": ["make", "--no-print-directory", *variables, f"{folder}/ready"], "cwd": ROOT, "env": alone}
+
+
 @pytest.mark.parametrize(
     ("packages", "kernels", "last"),
     [
@@ -86,20 +103,43 @@ def test_the_demo_installs_what_the_lab_needs() -> None:
     ],
 )
 def test_a_file_holds_all_that_the_set_up_says(tmp_path: Path, packages: str, kernels: str, last: str) -> None:
-    """In their order, also where a part of it fails. pip is a program here that says something and ends so."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    pip = tmp_path / "pip"
-    pip.write_text(f'#!/bin/sh\ncase "$*" in *-e*) {kernels};; *) echo "what pip says"; {packages};; esac\n', "utf-8")
-    pip.chmod(0o755)
+    """In their order, also where a part of it fails."""
     (tmp_path / "said.txt").write_text("what stood there\n", encoding="utf-8")
     with (tmp_path / "said.txt").open("a", encoding="utf-8") as said:
-        command = ["make", "--no-print-directory", f"VENV={tmp_path}", f"PIP={pip}", str(tmp_path / "ready")]
-        # Within `make test` the set-up would be a make in a make, which says so in its lines.
-        alone = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-        done = subprocess.run(command, cwd=ROOT, stdout=said, stderr=said, timeout=60, check=False, env=alone)
+        how = set_up(tmp_path, f'echo "what pip says"; {packages}', kernels)
+        done = subprocess.run(**how, stdout=said, stderr=said, timeout=60, check=False)
     lines = (tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()
-    begun = ["what stood there", "the kernels are compiled while packages arrive, which takes two to nine minutes"]
-    assert lines[:3] == [*begun, "what pip says"]
+    assert lines[:3] == ["what stood there", BEGUN, "what pip says"]
     assert last in [line for line in lines if not line.startswith("make: ***")][-1]
     assert (done.returncode, (tmp_path / "ready").exists()) == ((0, True) if last in lines else (2, False))
+
+
+# Two files to compile, of which the first is.
+FIRST = "mkdir -p build/here && printf 'build %s.o: CXX\\n' a b > build/here/build.ninja && touch build/here/a.o"
+
+
+def test_a_file_says_how_many_files_are_compiled_when_that_changes(tmp_path: Path) -> None:
+    seen = "until grep -q '{} of 2' said.txt; do sleep 0.1; done"
+    kernels = f"{FIRST}; {seen.format(1)}; sleep 1.5; touch build/here/b.o; {seen.format(2)}"
+    with (tmp_path / "said.txt").open("w", encoding="utf-8") as said:
+        subprocess.run(**set_up(tmp_path, "true", kernels), stdout=said, timeout=60, check=True)
+    lines = (tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == [BEGUN, "1 of 2 files are compiled", "2 of 2 files are compiled"]
+
+
+def test_a_set_up_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
+    """Nor what its parts have started: all of them hold the other end of a pipe here."""
+    ours, theirs = os.pipe()
+    how = set_up(tmp_path, "sleep 600; true", f"{FIRST}; sleep 600; true")
+    with subprocess.Popen(
+        **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, pass_fds=[theirs]
+    ) as make:
+        os.close(theirs)
+        assert make.stdout is not None
+        assert [make.stdout.readline() for _ in range(2)] == [f"{BEGUN}\n", "1 of 2 files are compiled\n"]
+        os.killpg(make.pid, signal.SIGINT)
+        said = make.communicate(timeout=60)[1]
+    assert "stopped: the same command goes on from here" in said.splitlines()
+    assert make.returncode != 0
+    assert select.select([ours], [], [], 60)[0]
+    os.close(ours)
