@@ -78,7 +78,7 @@ GROUP := -c 'import os, sys; os.setpgrp(); os.execvp(sys.argv[1], sys.argv[1:])'
 # A recipe that is stoppable names in $$started what it runs so, and leaves none of it behind.
 STOP = for one in $$started; do kill -- $$one -$$one; done 2> /dev/null
 STOPPABLE = started=; trap '$(STOP); [ ! -t 2 ] || echo >&2; \
-	echo "stopped: the same command goes on from here" >&2; exit 130' INT TERM HUP
+	echo "stopped: the same command begins again" >&2; exit 130' INT TERM HUP
 
 # One process for each core, with one thread: two teams of threads on the same cores would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest

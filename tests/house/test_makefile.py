@@ -130,7 +130,7 @@ def test_a_file_says_how_many_files_are_compiled_when_that_changes(tmp_path: Pat
 def test_a_set_up_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
     """Nor what its parts have started: all of them hold the other end of a pipe here."""
     ours, theirs = os.pipe()
-    how = set_up(tmp_path, "sleep 600; true", f"{FIRST}; sleep 600; true")
+    how = set_up(tmp_path, "sleep 60; true", f"{FIRST}; sleep 60; true")
     with subprocess.Popen(
         **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, pass_fds=[theirs]
     ) as make:
@@ -138,8 +138,8 @@ def test_a_set_up_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None
         assert make.stdout is not None
         assert [make.stdout.readline() for _ in range(2)] == [f"{BEGUN}\n", "1 of 2 files are compiled\n"]
         os.killpg(make.pid, signal.SIGINT)
-        said = make.communicate(timeout=60)[1]
-    assert "stopped: the same command goes on from here" in said.splitlines()
+        said = make.communicate(timeout=30)[1]
+    assert "stopped: the same command begins again" in said.splitlines()
     assert make.returncode != 0
-    assert select.select([ours], [], [], 60)[0]
+    assert select.select([ours], [], [], 30)[0]
     os.close(ours)
