@@ -66,10 +66,9 @@ def vocabularies() -> dict[str, dict[str, Any]]:
     kinds = {pre: byte_level | {"pre": pre} for pre in ("default", "gpt-2", "llama-bpe", "qwen2", "smollm")}
     kinds["nothing"] = byte_level
     pieces = _pieces(tokens[1 : -len(ADDED) - len(WHOLE_WORDS)])
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     words = {
         "model": "llama",
-        "tokens": ["<unk>", "<s>", "</s>", *bytes_, *pieces, *ADDED],
+        "tokens": ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces, *ADDED],
         "token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces), *ADDED.values()],
         "scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))] + [0.0] * len(ADDED),
         "bos_token_id": 1,
@@ -142,8 +141,7 @@ def recorded_checksums(cutting: str) -> list[int]:
 def recorded(name: str) -> list[list[int]]:
     """The ids of every text."""
     with np.load(RECORDED) as file:
-        ends = np.cumsum(file[f"{name} lengths"])
-        return [part.tolist() for part in np.split(file[name], ends[:-1])]
+        return [part.tolist() for part in np.split(file[name], np.cumsum(file[f"{name} lengths"])[:-1])]
 
 
 LLAMA = """

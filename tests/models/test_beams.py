@@ -64,13 +64,12 @@ class Both:
         names = {name: name for name in ("num_beams", "length_penalty", "early_stopping")}
         names["n"] = "num_return_sequences"
         given = {names[name]: value for name, value in ours.items() if name in names}
-        mask = torch.ones(1, len(prompt), dtype=torch.int64)
         ends = {"max_new_tokens": MOST, "eos_token_id": list(ENDS), "pad_token_id": 0}
         scores = {"return_dict_in_generate": True, "output_scores": True}
         with torch.inference_mode():
             made = self.oracle.generate(
                 torch.tensor([prompt]),
-                attention_mask=mask,
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 do_sample=False,
                 **ends,
                 **scores,

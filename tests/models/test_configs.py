@@ -185,8 +185,7 @@ def test_what_a_file_leaves_out_is_not_said_to_be_there(llama_raw: Raw) -> None:
 
 def test_a_null_theta_is_the_usual_one() -> None:
     raw = {key: value for key, value in WHOLE["gemma3"].items() if not key.startswith("rope_")}
-    kinds = {"full_attention": {"rope_theta": None}, "sliding_attention": {"rope_theta": None}}
-    assert read_config(raw | {"rope_parameters": kinds}) == read_config(raw)
+    assert read_config(raw | {"rope_parameters": {kind: {"rope_theta": None} for kind in KINDS}}) == read_config(raw)
 
 
 SIDE: Raw = {"model_type": "t5_gemma_module", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
@@ -398,8 +397,7 @@ def test_every_key_may_be_anything(llama_raw: Raw, model_type: str) -> None:
 
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 def test_every_key_of_a_side_may_be_anything(name: str) -> None:
-    keys = SHARED_KEYS | t5gemma.PART_KEYS
-    assert num_refused(side(name, **{key: value}) for key in keys for value in ODD) > 100
+    assert num_refused(side(name, **{key: value}) for key in SHARED_KEYS | t5gemma.PART_KEYS for value in ODD) > 100
 
 
 def test_a_side_has_its_usual_values() -> None:

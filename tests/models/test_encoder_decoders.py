@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun import native
 from forerun.config import Quantization
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
@@ -21,7 +20,7 @@ from forerun.ops import reference
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from saved import save_checkpoint
-from support import runner_for
+from support import needs_native, runner_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +71,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 row_by_row = partial(ReferenceOps, row_by_row=True)
 REFERENCE, ROW_BY_ROW = pytest.param(ReferenceOps, id="fast"), pytest.param(row_by_row, id="row_by_row")
-NATIVE = pytest.param(CpuOps, id="native", marks=pytest.mark.skipif(native.isa() == "reference", reason="no kernels"))
+NATIVE = pytest.param(CpuOps, id="native", marks=needs_native)
 
 
 def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = ReferenceOps) -> Runner:
@@ -147,8 +146,7 @@ def test_a_tree_of_a_text(published: tuple[Any, Path], ops: Callable[[], Referen
     for path, row in [((0,), 0), ((1,), 1), ((0, 2), 2), ((0, 3, 4), 4)]:
         tokens = [*text[:4], *(tree[node] for node in path)]
         assert torch.allclose(found[row], by_transformers(module, source, tokens)[-1], rtol=1e-3, atol=1e-3)
-        alone = torch.from_numpy(runner.forward([Run(1, tokens)]).logits[0])[-1]
-        assert torch.equal(found[row], alone)
+        assert torch.equal(found[row], torch.from_numpy(runner.forward([Run(1, tokens)]).logits[0])[-1])
 
 
 def test_it_is_saved_as_it_was(published: tuple[Any, Path], tmp_path: Path) -> None:
@@ -157,8 +155,7 @@ def test_it_is_saved_as_it_was(published: tuple[Any, Path], tmp_path: Path) -> N
     loaded = load_checkpoint(folder, dtype="float32")
     save_checkpoint(tmp_path, loaded.model.config, dict(loaded.tensors), torch.float32)
     again = type(module).from_pretrained(tmp_path).eval()
-    wanted, found = (by_transformers(own, SOURCES[1], TEXTS[1]) for own in (module, again))
-    assert torch.equal(wanted, found)
+    assert torch.equal(*(by_transformers(own, SOURCES[1], TEXTS[1]) for own in (module, again)))
 
 
 @pytest.mark.parametrize("published", ["t5"], indirect=True)
@@ -178,8 +175,7 @@ def test_a_long_source_is_scored_in_parts(published: tuple[Any, Path], monkeypat
     module, folder = published
     source, text = [3 + i * 7 % 90 for i in range(60)], TEXTS[0]
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", 64)
-    found = logits_of(folder, source, text)
-    assert torch.allclose(found, by_transformers(module, source, text), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(logits_of(folder, source, text), by_transformers(module, source, text), rtol=1e-3, atol=1e-3)
 
 
 def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path]) -> None:
@@ -196,7 +192,7 @@ def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path])
     assert torch.equal(rows[0], rows[1])
 
 
-@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+@needs_native
 @pytest.mark.parametrize("published", ["t5", "t5 1.1", "t5gemma"], indirect=True)
 def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     """Ranges of keys that threads share, far beyond the largest distance: bits depend on neither threads nor chunks."""
@@ -206,23 +202,15 @@ def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     rows = []
     for num_threads, step in [(1, 321), (2, 321), (12, 50), (3, 1)]:
         model = load_checkpoint(folder, dtype="float32", ops=CpuOps(num_threads=num_threads)).model
-        runner = runner_for(model, max_seq_len=704)
-        assert runner.sources is not None
-        for slot, own in enumerate([[5, 6], source]):
-            runner.cache.open(slot)
-            runner.sources.open(slot, own, None)
-        runner.sources.run([0, 1] if step == 50 else [1])
-        found = []
-        for start in range(0, 321, step):
-            found.append(torch.from_numpy(runner.forward([Run(1, text[start : start + step])]).logits[0]))
-            runner.cache.keep({1: range(len(text[start : start + step]))})
-        rows.append(torch.cat(found))
+        runner = reading(runner_for(model, max_seq_len=704), {0: [5, 6], 1: source} if step == 50 else {1: source})
+        chunks = [(start, start + step) for start in range(0, 321, step)]
+        rows.append(in_chunks(runner, {1: text}, chunks)[1])
     wanted = by_transformers(module, source, text)
     assert torch.allclose(rows[0], wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
     assert all(torch.equal(rows[0], others) for others in rows[1:])
 
 
-@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+@needs_native
 @pytest.mark.parametrize(("dtype", "bits", "tolerance"), [("bfloat16", "", 0.05), ("bfloat16", "int8:group=16", 0.05)])
 def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: str, tolerance: float) -> None:
     """Queries, keys and values that are rounded change little, in encoder and decoder."""
@@ -237,7 +225,7 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
         assert float((torch.from_numpy(found) - wanted).norm()) < tolerance * float(wanted.norm())
 
 
-@pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
+@needs_native
 def test_runs_that_go_on_in_one_call_keep_their_sources(published: tuple[Any, Path]) -> None:
     """Each of three ends where it is to end; the ids are those of a pass for each token."""
     runner = reading(runner_of(published[1], CpuOps), SOURCES)

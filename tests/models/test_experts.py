@@ -38,8 +38,7 @@ def test_a_step_tells_how_many_experts_its_rows_chose(tmp_path: Path, ops: str) 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
 def test_a_pass_of_one_row_reads_the_experts_that_it_chooses(tmp_path: Path, ops: str) -> None:
     """Two of four: half of the bytes that the experts' matrices have."""
-    folder = write_tiny(tmp_path / "mixture", "qwen3_moe")
-    model = load_checkpoint(folder, ops=make(ops, "cpu"), dtype="float32").model
+    model = load_checkpoint(write_tiny(tmp_path / "mixture", "qwen3_moe"), ops=make(ops, "cpu"), dtype="float32").model
     of_experts = [w.name for w in weights(model.config) if w.role == "experts"]
     assert len(of_experts) == 2 * 4 * 3
     assert [read_share(model.config, name) for name in (of_experts[0], "model.layers.0.mlp.gate.weight")] == [0.5, 1.0]

@@ -262,17 +262,15 @@ MODELS: dict[str, Spec] = {
     "qwen2": resized(CONFIG, model_type="qwen2", qkv_bias=True, head_dim=16, tied=True),
     "qwen3": resized(CONFIG, model_type="qwen3", qk_norm=True, head_dim=16, rope=Rope(1e6)),
 }
-GEMMA = {"model_type": "gemma3_text", "vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "head_dim": 32,
-         "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
-         "query_pre_attn_scalar": 32, "sliding_window": 7, "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 256,
-        "layer_norm_epsilon": float(np.float32(1e-5))}  # fmt: skip
-SIZES = {"vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
-         "rms_norm_eps": float(np.float32(1e-5))}  # fmt: skip
-MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-PLAIN_SIZES = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"}
 EPS = float(np.float32(1e-5))
+PLAIN_SIZES = {"vocab_size": 258, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
+               "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
+SIZES = {**PLAIN_SIZES, "rms_norm_eps": EPS}
+GEMMA = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32,
+         "sliding_window": 7}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 258, "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 256,
+        "layer_norm_epsilon": EPS}  # fmt: skip
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA4 = {**SIZES, "model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 7,
           "num_key_value_heads": 3, "vocab_size_per_layer_input": 258, "hidden_size_per_layer_input": 0,
@@ -330,6 +328,14 @@ QUANTISED = {"q4_0": "Q4_0", "q8_0": "Q8_0", "q5_1": "Q5_1", "qwen3_moe-q4_0": "
              "qwen3_5_moe-q4_0": "Q4_0"}  # fmt: skip
 
 
+def said_by(oracle: Any, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers says behind a prompt, the likeliest token each time."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        made = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    return made[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("case", [*MODELS, *OTHERS, *QUANTISED, *SEEING])
 def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     """In float32, of a model that transformers reads from a folder with the same weights."""
@@ -344,17 +350,14 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     weights = write_model(path, config, random_weights(config), kind_of, case if case in SEEING else None)
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
-    rounded = config if of_text.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
+    rounded = config if of_text.partition("-q")[0] in OTHERS else resized(config, norm_eps=EPS)
     assert read_config(open_source(path).config) == in_file(rounded)
     prompts = [[5, 80, 3, 200, 17, 9, 250], list(range(40, 60)), [1]]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for ops in ("reference", "auto") if case in MODELS else ("auto",):
         llm = LLM(str(path), draft="none", dtype="float32", ops=ops)
         for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                made = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-            assert out.token_ids == made[0, len(prompt) :].tolist(), ops
+            assert out.token_ids == said_by(oracle, prompt, max_new_tokens=24), ops
 
 
 @needs_native
@@ -427,8 +430,7 @@ OWN_YARN = Rope(5e3, "yarn", 4.0, original_max_positions=32, truncate=False)
 def test_positions_of_gpt_oss_are_those_of_the_file(tmp_path: Path, said: dict[str, Any], rope: Rope) -> None:
     """YaRN is not rounded, and a file without a kind of scaling has none."""
     metadata = {f"gpt-oss__rope__scaling__{key}": value for key, value in said.items()}
-    path = write_random(tmp_path / "a.gguf", OTHERS["gpt_oss"], **metadata)
-    found = read_config(open_source(path).config)
+    found = read_config(open_source(write_random(tmp_path / "a.gguf", OTHERS["gpt_oss"], **metadata)).config)
     assert [block.attention and block.attention.rope for block in found.blocks] == [rope] * 3
 
 
@@ -468,8 +470,7 @@ def test_what_a_file_says_of_its_layers_and_states_is_checked(tmp_path: Path, ke
 @pytest.mark.parametrize("sections", [[4, 2, 1, 0], [8], [9, -2, 1], [4.0, 2.0, 2.0]])
 def test_sections_of_positions_that_are_not_half_of_a_head(tmp_path: Path, arch: str, sections: list[Any]) -> None:
     config = OTHERS["qwen3_moe"] if arch == "qwen3vlmoe" else MODELS["qwen3" if arch == "qwen3vl" else "qwen2"]
-    more = {f"{arch}__rope__dimension_sections": sections}
-    path = write_random(tmp_path / "a.gguf", config, arch=arch, **more)
+    path = write_random(tmp_path / "a.gguf", config, arch=arch, **{f"{arch}__rope__dimension_sections": sections})
     with refusing(r"mrope_section=.*three sizes that add to 8, the pairs of a head"):
         read_config(open_source(path).config)
 
@@ -542,12 +543,7 @@ def test_the_real_model_says_what_transformers_says() -> None:
     oracle = LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**raw), state_dict=found).eval()
     prompt = llm.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     (out,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0))
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        made = oracle.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=[0, 2]
-        )
-    assert out.token_ids == made[0, len(prompt) :].tolist()
+    assert out.token_ids == said_by(oracle, prompt, max_new_tokens=8, eos_token_id=[0, 2])
 
 
 @pytest.mark.parametrize(
@@ -653,11 +649,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_values_that_change_nothing_are_taken(tmp_path: Path) -> None:
     """As converters of several years wrote them."""
     config = resized(CONFIG, head_dim=16)
-    weights = random_weights(config)
     more = {"expert_count": 0, "expert_used_count": 0, "pooling_type": 0, "attention__causal": True, "logit_scale": 1.0}
     more |= {"rope__scaling__type": "none", "rope__scaling__factor": 1.0, "rope__scaling__attn_factor": 1.0}
-    write_model(tmp_path / "a.gguf", config, weights)
-    write_model(tmp_path / "b.gguf", config, weights, **{f"llama__{key}": value for key, value in more.items()})
+    write_random(tmp_path / "a.gguf", config)
+    write_random(tmp_path / "b.gguf", config, **{f"llama__{key}": value for key, value in more.items()})
     a, b = (load_checkpoint(tmp_path / name, dtype="float32") for name in ("a.gguf", "b.gguf"))
     assert a.model.config == b.model.config
 
@@ -674,9 +669,8 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(tmp_path: Path, case:
 
 @pytest.mark.parametrize("kind", ["Q8_K", "IQ1_S", "IQ2_XS", "F64", "TQ1_0"])
 def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    sizes = {"F64": (np.float64, 8)}
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = np.zeros((258, 256), np.float64) if kind in sizes else np.zeros((258, 256 // block * num_bytes), np.uint8)
+    data = np.zeros((258, 256), np.float64) if kind == "F64" else np.zeros((258, 256 // block * num_bytes), np.uint8)
     write_tensors(tmp_path / "a.gguf", {"token_embd.weight": (kind, data)}, usual(CONFIG, "llama"), "llama")
     with refusing(f"'token_embd.weight' as {kind}, and forerun reads F32, F16, BF16, Q8_0"):
         open_source(tmp_path / "a.gguf")
@@ -684,15 +678,14 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -> None:
     config = resized(CONFIG, head_dim=16)
-    weights = random_weights(config)
     path = write_random(tmp_path / "a.gguf", resized(config, num_layers=3))
     path.write_bytes(path.read_bytes().replace(b"blk.2.ffn_up.weight", b"blk.2.ffn_xp.weight"))
     with refusing(r"a\.gguf holds the tensor 'blk\.2\.ffn_xp\.weight', which no llama has"):
         open_source(path)
-    write_model(tmp_path / "b.gguf", config, weights, llama__block_count=3)
+    write_random(tmp_path / "b.gguf", config, llama__block_count=3)
     with refusing(r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight") as refused:
         load_checkpoint(tmp_path / "b.gguf")
     assert str(refused.value).endswith("which its metadata asks for: fetch the file again")
-    write_model(tmp_path / "c.gguf", config, weights, llama__feed_forward_length=128)
+    write_random(tmp_path / "c.gguf", config, llama__feed_forward_length=128)
     with refusing(r"c\.gguf has .* of shape \[96, 64\], and .* asks for \[96, 128\]"):
         load_checkpoint(tmp_path / "c.gguf")

@@ -61,6 +61,13 @@ def check_sentence(sentence: str | None, what: object) -> None:
     assert len(sentence) < 600
 
 
+def check_refused(path: Path, data: bytes, words: str, case: str) -> None:
+    path.write_bytes(data)
+    sentence = refused(path)
+    check_sentence(sentence, case)
+    assert words in str(sentence)
+
+
 def numbers(path: Path) -> Iterator[tuple[int, str, str]]:
     """Where the header has a count, length, type, dimension or offset: its place, its format, what it is."""
     reader = gguf.GGUFReader(path)
@@ -144,9 +151,8 @@ def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
     write_random(path, config)
     good, chance, num_refused = path.read_bytes(), random.Random(3), 0
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
-    fields = gguf.GGUFReader(path).fields.values()
     values = [(sum(part.nbytes for part in field.parts[:i]) + field.offset, "I", field.name)
-              for field in fields if field.name.startswith(f"{arch}.")
+              for field in gguf.GGUFReader(path).fields.values() if field.name.startswith(f"{arch}.")
               for i in field.data if field.parts[i].nbytes == 4 * field.parts[i].size == 4]  # fmt: skip
     assert len(values) > 10
     places = [place for place in numbers(path) if place[2].startswith((f"{arch}.", "blk."))]
@@ -230,10 +236,7 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_what_is_no_gguf_file(tmp_path: Path, case: str) -> None:
     data, words = OTHERS[case]
-    (tmp_path / "a.gguf").write_bytes(data)
-    sentence = refused(tmp_path / "a.gguf")
-    check_sentence(sentence, case)
-    assert words in str(sentence)
+    check_refused(tmp_path / "a.gguf", data, words, case)
 
 
 def entry(key: bytes, kind: int, value: bytes) -> bytes:
@@ -261,10 +264,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_headers(tmp_path: Path, case: str) -> None:
     body, words = HOSTILE[case]
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + body)
-    sentence = refused(tmp_path / "a.gguf")
-    check_sentence(sentence, case)
-    assert words in str(sentence)
+    check_refused(tmp_path / "a.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + body, words, case)
 
 
 def test_tensors_in_one_place_and_names_that_come_twice(whole: Path, tmp_path: Path) -> None:

@@ -51,9 +51,8 @@ def folder_of(path: Path, metadata: Metadata) -> Path:
 @pytest.mark.parametrize("name", vocabularies())
 def test_ids_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     tokenizer = Tokenizer.load(folder_of(tmp_path / "a.gguf", vocabularies()[name]))
-    expected = recorded(name)
     found = [tokenizer.encode(text) for text in TEXTS]
-    wrong = [(text, a, b) for text, a, b in zip(TEXTS, found, expected, strict=True) if a != b]
+    wrong = [(text, a, b) for text, a, b in zip(TEXTS, found, recorded(name), strict=True) if a != b]
     assert not wrong, (len(wrong), wrong[:3])
 
 
@@ -112,10 +111,9 @@ def test_words_are_those_of_llama_cpp(pairs_of_bytes: Path, name: str) -> None:
 
 def test_the_vocabulary_of_pairs_tells_ways_to_cut_apart() -> None:
     """Two records are equal only where two names mean the same patterns, whole words and first tokens."""
-    records = {name: tuple(recorded_checksums(name)) for name in CUTTINGS}
     names = dict[tuple[int, ...], str]()
-    for name, record in records.items():
-        first = names.setdefault(record, name)
+    for name in CUTTINGS:
+        first = names.setdefault(tuple(recorded_checksums(name)), name)
         assert CUTTINGS[first].patterns == CUTTINGS[name].patterns, (first, name)
     assert len(names) > 20
 
@@ -137,8 +135,7 @@ def test_words_are_those_of_the_published_pattern(tmp_path: Path, name: str) -> 
 def cut(pattern: str, part: str) -> list[str]:
     """A text as what matches and what lies between."""
     places = [0, *(at for match in regex.finditer(pattern, part) for at in match.span()), len(part)]
-    found = [part[start:end] for start, end in pairwise(places)]
-    return [piece for piece in found if piece]
+    return [piece for piece in (part[start:end] for start, end in pairwise(places)) if piece]
 
 
 def test_roles_of_phi_3_take_the_blanks_behind_them(tmp_path: Path) -> None:

@@ -144,8 +144,7 @@ def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, cli
     path = write_random(tmp_path / "a.gguf", replace(tiny_config("llama"), vocab_size=258))
     data = path.read_bytes()
     files = {"tiny-Q4_K_M.gguf": data, "tiny-Q8_0.gguf": b"8", "sub/tiny-f16.gguf": b"16", "README.md": b"text"}
-    pieces = split(path, 8)
-    files |= {piece.name.replace("a-", "sub/tiny-BF16-"): piece.read_bytes() for piece in pieces}
+    files |= {piece.name.replace("a-", "sub/tiny-BF16-"): piece.read_bytes() for piece in split(path, 8)}
     files |= {"tiny-F32-00002-of-00002.gguf": b"32"}
     commit = hub.publish("org/tiny-GGUF", files)
     found, asked = client.asked({"name": "org/tiny-GGUF:tiny-Q4_K_M.gguf", "load": True})
@@ -166,8 +165,7 @@ def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, cli
     assert "HF_HUB_OFFLINE forbids to fetch it" in offline[1].message
     assert offline[2].folder == whole.folder
     before = len(hub.fetched())
-    names = ["org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:f32", "org/tiny-GGUF:none.gguf"]
-    found = client.find(*names)
+    found = client.find("org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:f32", "org/tiny-GGUF:none.gguf")
     assert [f.error for f in found] == ["UnsupportedModel", *["NotFound"] * 3]
     first = "sub/tiny-BF16-00001-of-00003.gguf"
     some = f"{first}, sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf"
@@ -203,11 +201,11 @@ def test_the_command_says_what_it_says_with_folders(hub: HubServer, client: Clie
 
 def test_progress_is_shown_on_a_terminal_only(hub: HubServer, client: Client, files: dict[str, bytes]) -> None:
     hub.publish("org/tiny", files)
+    command = [sys.executable, "-c", LOCATE, '[{"name": "org/tiny"}]']
 
     def shown(**env: str) -> str:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-        command = [sys.executable, "-c", LOCATE, '[{"name": "org/tiny"}]']
         subprocess.run(command, env=client.environ(**env), stdout=subprocess.PIPE, stderr=theirs, check=True)
         os.write(theirs, b"end")
         return os.read(ours, 1 << 16).decode().removesuffix("end")
@@ -216,8 +214,7 @@ def test_progress_is_shown_on_a_terminal_only(hub: HubServer, client: Client, fi
     assert "model.safetensors: 100%" in text
     assert "97.0k/97.0k" in text
     assert shown(HF_HOME=str(client.home / "quiet"), HF_HUB_DISABLE_PROGRESS_BARS="1") == ""
-    found = client.run([sys.executable, "-c", LOCATE, '[{"name": "org/tiny"}]'], {"HF_HOME": str(client.home / "pipe")})
-    assert found[1] == ""
+    assert client.run(command, {"HF_HOME": str(client.home / "pipe")})[1] == ""
 
 
 # ------------------------------------------------------------------------------------------------- without the network
@@ -225,10 +222,9 @@ def test_progress_is_shown_on_a_terminal_only(hub: HubServer, client: Client, fi
 
 def test_offline(hub: HubServer, client: Client, files: dict[str, bytes]) -> None:
     offline = {"env": {"HF_HUB_OFFLINE": "1"}}
-    cache = client.home / "hub"
     way_out = (
-        f" is not in the cache, {cache}, or not completely, and HF_HUB_OFFLINE forbids to fetch it: unset "
-        "HF_HUB_OFFLINE, or run `hf download org/tiny` where there is a network"
+        f" is not in the cache, {client.home / 'hub'}, or not completely, and HF_HUB_OFFLINE forbids to fetch it: "
+        "unset HF_HUB_OFFLINE, or run `hf download org/tiny` where there is a network"
     )
     hub.publish("org/tiny", files)
     assert client.find("org/tiny", **offline).message == "org/tiny" + way_out
@@ -279,8 +275,8 @@ def test_a_gated_model_and_the_token(hub: HubServer, client: Client, files: dict
     )
     hub.requests.clear()
     assert client.find("org/gated", env={"HF_TOKEN": "hf_reader"}).error is None
-    tokens = {(asked.host, asked.token) for asked in hub.requests}
-    assert tokens == {("127.0.0.1", "hf_reader"), ("localhost", None)}  # the store of large files gets no token
+    # The store of large files gets no token.
+    assert {(asked.host, asked.token) for asked in hub.requests} == {("127.0.0.1", "hf_reader"), ("localhost", None)}
 
 
 def test_missing_private_and_bad_token(hub: HubServer, client: Client, files: dict[str, bytes]) -> None:

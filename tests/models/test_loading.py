@@ -140,8 +140,7 @@ def test_shards_that_are_missing(tmp_path: Path, llama_raw: Raw, weights_of: Any
     (tmp_path / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
     next(iter(sorted(tmp_path.glob("model-*-of-*.safetensors")))).unlink()
     assert "fetch the whole checkpoint" in refusal(NotFound, load_checkpoint, tmp_path)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
     save_file({"x": torch.ones(1)}, tmp_path.parent / "outside.safetensors")
     assert "fetch the whole checkpoint" in refusal(NotFound, load_checkpoint, tmp_path)
 

@@ -58,8 +58,7 @@ def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str,
 def change(folder: Path, name: str, tensor: Tensor | None) -> None:
     """Write one tensor of a checkpoint anew. None = it is left out."""
     others = {other: own for other, own in load_file(folder / "model.safetensors").items() if other != name}
-    changed = {} if tensor is None else {name: tensor}
-    save_file(others | changed, folder / "model.safetensors", {"format": "pt"})
+    save_file(others | ({} if tensor is None else {name: tensor}), folder / "model.safetensors", {"format": "pt"})
 
 
 def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -239,8 +238,7 @@ def test_compressed_tensors(tmp_path: Path, kind: str, bits: int, symmetric: boo
     one = scheme(bits, symmetric, group)
     one["weights"]["type"] = "float" if kind == "float-quantized" else "int"
     config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": one}}
-    weights = write(tmp_path, config | {"quantization_status": "compressed"}, compressed(kind, one))
-    assert_loads(tmp_path, weights)
+    assert_loads(tmp_path, write(tmp_path, config | {"quantization_status": "compressed"}, compressed(kind, one)))
 
 
 @pytest.mark.parametrize("order", ["group", "dynamic", "none"])
@@ -297,8 +295,7 @@ FP8: dict[str, tuple[dict[str, Any], Quantise]] = {
 def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, caplog: pytest.LogCaptureFixture) -> None:
     """A few rows at a time."""
     monkeypatch.setattr(safetensors, "BLOCK_WEIGHTS", 700)
-    config, quantise = FP8[case]
-    assert_loads(tmp_path, write(tmp_path, config, quantise))
+    assert_loads(tmp_path, write(tmp_path, *FP8[case]))
     assert "has 14 matrices of 8-bit floats, which become numbers while they are loaded: quantization" in caplog.text
     assert_rounds(tmp_path)
 
@@ -306,8 +303,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, caplog:
 @pytest.mark.parametrize("case", FP8)
 def test_fp8_is_packed_where_groups_divide_a_row(tmp_path: Path, case: str) -> None:
     """For operators that compute with it; 24 by 48 divide none, and a number that is none is refused there, too."""
-    config, quantise = FP8[case]
-    write(tmp_path, config, quantise)
+    write(tmp_path, *FP8[case])
     name = "model.layers.1.mlp.down_proj.weight"
 
     def taken() -> HostTensor | QuantisedMatrix:
@@ -404,8 +400,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pyt
         whole, down = (theirs[f"{EXPERTS}{part}_proj"][i].T for part in ("gate_up", "down"))
         for part, weight in {"gate": whole[::2], "up": whole[1::2], "down": down}.items():
             assert torch.equal(weights[f"{EXPERTS}{i}.{part}_proj.weight"], weight), part
-        bias = theirs[f"{EXPERTS}gate_up_proj_bias"][i]
-        assert torch.equal(weights[f"{EXPERTS}{i}.up_proj.bias"], bias[1::2])
+        assert torch.equal(weights[f"{EXPERTS}{i}.up_proj.bias"], theirs[f"{EXPERTS}gate_up_proj_bias"][i][1::2])
     if native.extension() is None:
         return
     packed = load_checkpoint(tmp_path, ops=CpuOps()).model

@@ -19,6 +19,7 @@ from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops import backend as backend_of, make as make_ops
 from forerun.ops.torch import TorchModel
+from ops.native_cases import path_to
 from support import needs_native, runner_for
 
 Raw = dict[str, Any]
@@ -337,21 +338,12 @@ def test_tree_rows_are_the_chain_rows_over_each_path(pair: Pair) -> None:
     assert_close(chain, pair.expect(context + plain)[-3:], pair.tolerance)
     for node in range(len(tree)):
         path = path_to(node, parents)
-        expected = pair.expect(context + [tree[i] for i in path])
-        assert_close(found[path], expected[len(context) :], pair.tolerance)
+        assert_close(found[path], pair.expect(context + [tree[i] for i in path])[len(context) :], pair.tolerance)
     kept = path_to(6, parents)
     cache.keep({1: kept})
     text = context + [tree[i] for i in kept]
     (after,) = pair.run(cache, {1: [42, 43]})
     assert_close(after, pair.expect([*text, 42, 43])[-2:], pair.tolerance)
-
-
-def path_to(node: int, parents: list[int]) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 @pytest.mark.parametrize("case", SEEING)
@@ -464,9 +456,8 @@ def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, o
     folder = write_checkpoint(WHOLE["phi3-long"] | {"original_max_position_embeddings": 16})
     oracle = oracle_of(folder)
     assert load_checkpoint(folder).model.config.max_positions == 16
-    operators = make_ops(ops, "cpu")
     for longest, tokens in ((16, tokens_of(16, 1)), (17, tokens_of(17, 2)), (64, tokens_of(50, 3))):
-        model = load_checkpoint(folder, ops=operators, max_seq_len=longest, dtype="float32").model
+        model = load_checkpoint(folder, ops=make_ops(ops, "cpu"), max_seq_len=longest, dtype="float32").model
         with torch.inference_mode():
             assert_close(logits_of(model, tokens, longest), oracle(torch.tensor([tokens])).logits[0])
     options: Raw = {"draft": "none", "dtype": "float32", "ops": ops}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.quality import QualityPlan, measure, text_ids
 from forerun import LLM, SamplingParams, ops
-from forerun.blocks import Plain, resized, weight_shapes
+from forerun.blocks import Plain, resized
 from forerun.cli.main import main
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -18,6 +18,7 @@ from forerun.errors import BadOption
 from forerun.host_tensor import Floats, HostTensor
 from forerun.models.loading import load_checkpoint
 from forerun.ops.quantising import quantise, scheme_of
+from models.conftest import random_weights
 from saved import save_checkpoint
 from tiny import write_tiny
 
@@ -28,10 +29,7 @@ CONFIG = Plain("llama", 96, 64, 2, 4, 2, 16, 128, 1e-5, 128).spec
 def write(folder: Path, *, tied: bool = False) -> Path:
     """A random checkpoint whose rows 64 divides."""
     config = resized(CONFIG, tied=tied)
-    generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(s, generator=generator) * 0.3 for name, s in weight_shapes(config).items()}
-    weights |= {name: 1 + weight for name, weight in weights.items() if "norm" in name}
-    save_checkpoint(folder, config, weights, torch.bfloat16)
+    save_checkpoint(folder, config, random_weights(config, 1), torch.bfloat16)
     return folder
 
 
@@ -54,9 +52,8 @@ def test_eight_bits_are_off_by_half_a_step_at_most() -> None:
     rows[3, 32:64] = 0
     rows[4, 5] = 1000.0  # spoils its own group alone
     found = quantise(rows, scheme_of(8, 32))
-    steps = found.scales.float32().repeat(32, 1)
     # A scale that was rounded down in bfloat16 clips the largest weight of a group by up to 127 / 256 of a step more.
-    assert (np.abs(found.dequantise() - rows) <= steps * 1.001).all()
+    assert (np.abs(found.dequantise() - rows) <= found.scales.float32().repeat(32, 1) * 1.001).all()
     assert not found.dequantise()[3, 32:64].any()
     assert np.abs(found.dequantise()[4, 32:] - rows[4, 32:]).max() < 0.02
     assert found.zeros is not None
@@ -236,26 +233,23 @@ def test_a_saved_checkpoint_is_what_was_loaded(
     said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     schemes = list(QuantizationConfig(**said).config_groups.values())
     stored = load_file(tmp_path / "saved" / "model.safetensors")
-    package = BaseCompressor
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     for name in (name for name, weight in rounded.items() if weight.ndim == 2):
         prefix = name.removesuffix("weight")
         parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items() if part.startswith(prefix)}
         parts["weight_scale"] = parts["weight_scale"].float()  # its products have the type of the scales
-        compressor = package.get_value_from_registry("pack-quantized")
-        theirs = compressor.decompress(parts, schemes[-1 if name in ENDS else 0])["weight"]
-        assert torch.equal(theirs, rounded[name]), name
+        scheme = schemes[-1 if name in ENDS else 0]
+        assert torch.equal(compressor.decompress(parts, scheme)["weight"], rounded[name]), name
 
 
 def test_transformers_reads_eight_bits(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    source = write(tmp_path / "dense", tied=True)
-    assert command("quantize", source, tmp_path / "saved", "--quantization", "int8") == 0
+    assert command("quantize", write(tmp_path / "dense", tied=True), tmp_path / "saved", "--quantization", "int8") == 0
     ours = load_checkpoint(tmp_path / "saved", dtype="float32").model.weights
-    dense = CompressedTensorsConfig(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", dtype=torch.float32, quantization_config=dense
+        tmp_path / "saved", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
     ).state_dict()
     for name, weight in ours.items():
         assert torch.equal(theirs[name], weight.bfloat16().float()), name  # its products have the type of the scales
@@ -283,8 +277,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_folder_says_what_it_holds(tmp_path: Path) -> None:
     """config.json has the settings that other engines read; the small files are copied."""
-    tiny = write_tiny(tmp_path / "tiny")
-    assert command("quantize", tiny, tmp_path / "saved", "--quantization", "int8:group=16") == 0
+    assert (
+        command("quantize", write_tiny(tmp_path / "tiny"), tmp_path / "saved", "--quantization", "int8:group=16") == 0
+    )
     said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
     weights = [group["weights"] for group in said["config_groups"].values()]

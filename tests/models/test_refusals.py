@@ -132,8 +132,8 @@ def test_repositories_are_refused_before_their_weights_are_fetched(
         assert found[i].message == (sentence.format(where=f"org/case{i}", colon=":") if i < len(LISTED) else sentence)
     small = {"adapter_config.json", "quantize_config.json", "hf_quant_config.json", "config.json", "tokenizer.json"}
     assert set(hub.fetched()) <= small | {"generation_config.json"}
-    num_read = sum(name == "config.json" for name in hub.fetched())
-    assert num_read == len(CONFIGS) + 2  # beside the files of two quantisers
+    # Beside the files of two quantisers.
+    assert sum(name == "config.json" for name in hub.fetched()) == len(CONFIGS) + 2
 
 
 CONFIGS: list[tuple[str, Raw, str]] = [

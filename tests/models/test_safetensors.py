@@ -38,12 +38,11 @@ def refused_by_the_library(file: Path) -> bool:
 def read(folder: Path) -> dict[str, Floats]:
     source = SafetensorsFolder(folder)
     try:
-        shapes = {name: stored.shape for name, stored in source.tensors.items()}
         return {
             name: np.concatenate(
                 [np.empty(0, np.float32), *(own.float32().ravel() for own in source.blocks(name))]
-            ).reshape(shape)
-            for name, shape in shapes.items()
+            ).reshape(stored.shape)
+            for name, stored in source.tensors.items()
         }
     finally:
         source.close()

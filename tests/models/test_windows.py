@@ -21,12 +21,6 @@ CASES: dict[str, Raw] = {"mistral": MISTRAL} | {
 }
 
 
-def cache_of(llm: LLM) -> BlockCache:
-    found = llm.engine.runner.cache
-    assert isinstance(found, BlockCache)
-    return found
-
-
 @needs_native
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_a_cache_that_keeps_all(
@@ -51,7 +45,8 @@ def test_texts_are_those_of_a_cache_that_keeps_all(
         llm = LLM(str(folder), draft=draft, kv_cache_backend=backend, **options)
         outs = [out for own in params for out in llm.generate(prompts, own)]
         texts.append([out.token_ids for out in outs])
-        cache = cache_of(llm)
+        cache = llm.engine.runner.cache
+        assert isinstance(cache, BlockCache)
         cache.check_integrity()
         if backend == "paged":  # what was given back is written again before other memory is
             (windowed,) = [kind for kind in cache.kinds if kind.window == 20]

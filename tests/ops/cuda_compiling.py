@@ -73,10 +73,9 @@ def launch_all(capability: int, wanted: tuple[str, ...]) -> dict[tuple[str, str]
     attend_widely(operators)
     draws = Compiled(cuda_sampling_kernels, wanted)
     sampler = cuda_sampling.Sampler(operators.largest_in_parts, draws)
-    fields = len(cuda_sampling.Field)
     sampler.draw(
         torch.zeros(2, 128256),
-        torch.zeros(fields, 2, dtype=torch.int64),
+        torch.zeros(len(cuda_sampling.Field), 2, dtype=torch.int64),
         torch.zeros(2, dtype=torch.int32),
         cuda_sampling.Cuts(True, True),
     )

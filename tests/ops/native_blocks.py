@@ -277,8 +277,7 @@ class Native:
             self.kept[product] = ops.pack(parts, bias, paired=product.endswith("gate_up") and len(members) == 2)
         vectors = {w.name: stored[w.name].float().contiguous() for w in weights(spec) if w.role == "vector"}
         names = [blocks.POSITIONS, *([] if spec.tied else [blocks.EMBEDDING])]
-        tables = {name: stored[name].contiguous() for name in names if name in stored}
-        self._addressed = (vectors, tables)
+        self._addressed = (vectors, {name: stored[name].contiguous() for name in names if name in stored})
         handles = {name: m.handle for name, m in self.kept.items()}
         at = [{name: tensor.data_ptr() for name, tensor in group.items()} for group in self._addressed]
         self.model = ops.extension.make_model(ops.backend, spec, dtype == torch.bfloat16, handles, *at)
@@ -493,8 +492,7 @@ class Reference:
         scores = scores.masked_fill(hidden, -math.inf)
         if a.sinks:  # a further key, whose value is nothing
             scores = torch.cat((scores, self.w(at + "sinks.weight")[:, None, None].expand(-1, len(y), 1)), -1)
-        weights = scores.softmax(-1)[..., : len(y)]
-        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(y)], v).flatten(1)
         if a.gate:
             out = out * self.product(y, at + "gate_proj").sigmoid()
         return self.product(out, at + "o_proj")

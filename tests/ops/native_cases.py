@@ -69,9 +69,8 @@ def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
     same = torch.equal(found.isnan(), expected.isnan()) and torch.equal(
         found[expected.isinf()], expected[expected.isinf()]
     )
-    difference = (found - expected)[finite].abs()
     allowed = tolerance[finite] if isinstance(tolerance, Tensor) else tolerance
-    return same and found.shape == expected.shape and bool((difference <= allowed).all())
+    return same and found.shape == expected.shape and bool(((found - expected)[finite].abs() <= allowed).all())
 
 
 def by_value(a: Tensor, b: Tensor) -> bool:
@@ -167,8 +166,7 @@ class AttentionCase:
     def alone(self, b: int, i: int) -> AttentionCase:
         """Return row i of run b as plain decoding computes it: one new token behind the rows that it sees."""
         run, row = self.runs[b], self.view.batch.run(b)[i]
-        path = run.path(i)
-        rows = self.view.read_rows[b][[*range(run.cached), *(run.cached + r for r in path[:-1])]]
+        rows = self.view.read_rows[b][[*range(run.cached), *(run.cached + r for r in run.path(i)[:-1])]]
         keys, values = self.keys.clone(), self.values.clone()
         keys[self.view.write_rows], values[self.view.write_rows] = self.k.to(keys.dtype), self.v.to(values.dtype)
         space = torch.zeros_like(keys[:1])
@@ -265,11 +263,10 @@ class Session:
         kept: str | None = None,
     ) -> None:
         self.model, block = model, layout or max_seq_len
-        num_blocks = 4 * -(-max_seq_len // block)
         self.cache = BlockCache(
             model.config.cache_shape,
             block_tokens=block,
-            num_blocks=num_blocks,
+            num_blocks=4 * -(-max_seq_len // block),
             dtype=kept or model.cache_dtype,
             pools=model.make_pools,
         )

@@ -90,8 +90,7 @@ def test_rows_that_see_their_whole_run(isa: str, scale: float | None, heads: tup
     scoring = Scoring(scale, sees_all=True)
     case = attention_case(4, [chain(0, 4), chain(3, 4), chain(61, 4), chain(64, 1), chain(130, 16)], heads, FLOAT32)
     found = case.attend(ops_of(isa), scoring=scoring)
-    expected = case.wide().attend(ReferenceOps(row_by_row=True), scoring=scoring)
-    assert close(found, expected, TOLERANCE)
+    assert close(found, case.wide().attend(ReferenceOps(row_by_row=True), scoring=scoring), TOLERANCE)
     assert not close(found, case.attend(ops_of(isa), scoring=Scoring(scale)), 1e-2)
     keys, values = case.keys.clone(), case.values.clone()
     keys[case.view.write_rows], values[case.view.write_rows] = case.k, case.v
@@ -198,8 +197,7 @@ def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dt
     weights = k[0, :, 0].double().exp()
     if in_pairs(case):
         weights = weights.to(BFLOAT16).double()
-    expected = (weights / (1 + weights))[None, :, None].expand(1, 64, 16)
-    assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
+    assert close(case.attend(ops_of(isa)), (weights / (1 + weights))[None, :, None].expand(1, 64, 16), TOLERANCE)
 
 
 def test_scores_of_any_size(isa: str) -> None:
@@ -224,8 +222,7 @@ def test_denormal_numbers(isa: str) -> None:
 @pytest.mark.parametrize("what", [INF, -INF, NAN])
 def test_infinities_and_nan_come_out_where_the_reference_has_them(isa: str, where: str, what: float) -> None:
     """NaN and infinities in one row reach the rows that see it, and no others."""
-    runs = [chain(100, 6), RunShape(66, TREE), chain(0, 5)]
-    case = attention_case(8, runs, (4, 2, 20), FLOAT32)
+    case = attention_case(8, [chain(100, 6), RunShape(66, TREE), chain(0, 5)], (4, 2, 20), FLOAT32)
     changed = getattr(case, where).clone()
     rows = [3, 9, 18] if where in "qkv" else [int(case.view.read_rows[b][i]) for b, i in ((0, 70), (1, 2), (1, 65))]
     changed[rows, -1, 7] = what

@@ -125,8 +125,7 @@ def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtyp
         with torch.inference_mode():
             hidden = Composed(ops, Plain.of(config), weights).forward(batch, single.cache)
             expected = torch.cat((hidden, ops.linear(hidden, ops.pack(head))), dim=1)
-        for slot, run in runs.items():
-            single.cache.keep({slot: range(len(run))})
+        single.cache.keep({slot: range(len(run)) for slot, run in runs.items()})
         assert bool(expected.isfinite().all())
         assert same_bits(fused.run(runs, trees), expected)
         for slot in runs:
@@ -143,8 +142,7 @@ def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: st
     for seed, (rows, trees) in enumerate(PASSES):
         runs = {slot: tokens_of(n, 10 * seed + slot, config.vocab_size) for slot, n in rows.items()}
         expected, found = reference.run(runs, trees), native.run(runs, trees)
-        difference = (found - expected).abs().max() / expected.abs().max()
-        assert float(difference) < (1e-5 if dtype == FLOAT32 else 0.03)
+        assert float((found - expected).abs().max() / expected.abs().max()) < (1e-5 if dtype == FLOAT32 else 0.03)
 
 
 # ------------------------------------------------------------------------------------------------------- embeddings
@@ -156,8 +154,7 @@ def test_embeddings_come_out_of_the_packed_matrix(isa: str, dtype: torch.dtype, 
     for hidden_size, vocab_size in ((1, 3), (31, 33), (52, 77), (64, 32)):
         config = make_config(num_layers=0, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
         weights = random_weights(config, dtype)
-        ids = list(range(vocab_size))
-        hidden = Session(load_model(config, weights, ops_of(isa))).run({0: ids})[:, :hidden_size]
+        hidden = Session(load_model(config, weights, ops_of(isa))).run({0: list(range(vocab_size))})[:, :hidden_size]
         rows = weights["model.embed_tokens.weight"].float()
         expected = ops_of(isa).rms_norm(rows, weights["model.norm.weight"], Plain.of(config).norm_eps)
         assert same_bits(hidden.contiguous(), expected)
@@ -255,8 +252,7 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
         at_once.cache.reserve(slot, len(firsts[slot]) + length - 1)
     assert model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids).ids == list(found.values())
     assert len(set(found[2])) > 2
-    for slot, length in lengths.items():
-        at_once.cache.keep({slot: range(len(firsts[slot]) + length - 1)})
+    at_once.cache.keep({slot: range(len(firsts[slot]) + length - 1) for slot, length in lengths.items()})
     assert same_bits(*(session.run({slot: [8] for slot in lengths}) for session in (at_once, by_hand)))
 
 
@@ -303,8 +299,7 @@ def test_running_ahead_draws_with_the_bits_of_the_pipeline(isa: str, num_listed:
     params = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=9, top_p=0.9),
               SamplingParams(temperature=0), SamplingParams(temperature=2.0, min_p=0.05),
               SamplingParams(temperature=1.5, top_p=0.7)]  # fmt: skip
-    seeds = [3, 2**64 - 1, 0, 2**40, 77]
-    coins = [PhiloxCoins(seed, 100 + slot, 5 * slot) for slot, seed in enumerate(seeds)]
+    coins = [PhiloxCoins(seed, 100 + slot, 5 * slot) for slot, seed in enumerate([3, 2**64 - 1, 0, 2**40, 77])]
     draws = [
         own.ahead((*filters_of(one, num_ids)[:-1], num_listed), slot % 2 == 0)
         for slot, (own, one) in enumerate(zip(coins, params, strict=True))
@@ -375,8 +370,7 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     rotations = session.model._turns(16)
     good: dict[str, Any] = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
     given = good | changed
-    draw = session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)
-    draws = [draw] * given.pop("draws", 0)
+    draws = [session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)] * given.pop("draws", 0)
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0][0]) == 3
     with pytest.raises(ValueError, match=message):
         decoder._native.run_ahead(*given.values(), rotations, numbers, pools, [0, 1], 70, draws=draws)
@@ -401,5 +395,4 @@ def test_what_a_pass_reads_is_counted_with_its_padding(isa: str) -> None:
     """Panels of 32 outputs; two bfloat16 weights to a step. The tied embedding counts once."""
     model = make_decoder(make_config(num_layers=1), BFLOAT16, isa)
     panels = {"qkv": (7, 26), "o": (2, 60), "gate_up": (5, 26), "down": (2, 34), "head": (3, 26)}
-    matrices = sum(num * steps * 128 for num, steps in panels.values())
-    assert model.bytes_per_pass == matrices + 3 * 52 * 4
+    assert model.bytes_per_pass == sum(num * steps * 128 for num, steps in panels.values()) + 3 * 52 * 4

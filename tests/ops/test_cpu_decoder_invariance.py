@@ -82,8 +82,7 @@ def test_chunks_neighbours_layouts_and_threads(isa: str, dtype: torch.dtype, var
         session = Session(decoder(variant, dtype, isa, 1 + seed % 3), layout, seed=seed)
         at = 0
         for step, size in enumerate(chunks_of(seed, NUM_TOKENS, largest)):
-            text = TEXT[at : at + size]
-            runs = {0: text, 1: [NAN_TOKEN, HUGE_TOKEN] * (step % 3), 2: tokens_of(step % 4, step)}
+            runs = {0: TEXT[at : at + size], 1: [NAN_TOKEN, HUGE_TOKEN] * (step % 3), 2: tokens_of(step % 4, step)}
             present = {slot: run for slot, run in runs.items() if run and session.cache.length(slot) < 600}
             order = sorted(present, key=lambda slot, shift=step + seed: (slot + shift) % 3)
             found = session.run({slot: present[slot] for slot in order})
@@ -104,9 +103,8 @@ def test_tree_rows_are_chain_rows(isa: str, dtype: torch.dtype, variant: str) ->
         session = Session(decoder(variant, dtype, isa, 1 + cached % 3), (16, 1, 0)[cached % 3], seed=cached)
         if cached:
             session.run({0: TEXT[:cached], 1: tokens_of(3, 4)})
-        path = tree.path(num - 1)
         wild = {1: [NAN_TOKEN, 3, HUGE_TOKEN, 4]}
-        found = session.run({**wild, 0: tokens}, {0: parents, 1: [-1, 0, 0, 1]}, kept={0: path})[4:]
+        found = session.run({**wild, 0: tokens}, {0: parents, 1: [-1, 0, 0, 1]}, kept={0: tree.path(num - 1)})[4:]
         alone = Session(decoder(variant, dtype, isa), 0)
         if cached:
             alone.run({0: TEXT[:cached]})

@@ -32,8 +32,7 @@ def test_weights_are_counted_to_the_byte(name: str) -> None:
             schemes[weight.name] = scheme
     weights = CudaWeights(SPEC, made)
     dense = sum(part.nbytes for part in weights.values() if isinstance(part, torch.Tensor))
-    sizes = CudaSizes("bfloat16", "cuda", 96, False, False, {"target": schemes})
-    (part,) = sizes.weights({"target": SPEC})
+    (part,) = CudaSizes("bfloat16", "cuda", 96, False, False, {"target": schemes}).weights({"target": SPEC})
     assert part.bytes == dense + sum(whole.nbytes for whole in weights.wholes.values())
 
 

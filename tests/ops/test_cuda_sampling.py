@@ -192,8 +192,7 @@ def test_the_constants_of_kernels_are_those_of_the_host() -> None:
     """A wrong digit far behind the point changes no row that a test would draw."""
     source = Path(cuda_sampling.__file__).with_name("sampling_kernels.py").read_text(encoding="utf-8")
     numbers = {float(number) for number in re.findall(r"\d\.\d{5,}(?:e[-+]\d+)?|\d\.\d+e[-+]\d+", source)}
-    wanted = {*arithmetic._LOG_EVEN, *arithmetic._LOG_ODD, arithmetic._LOG_LN2_HIGH, arithmetic._LOG_LN2_LOW}
-    assert wanted <= numbers
+    assert {*arithmetic._LOG_EVEN, *arithmetic._LOG_ODD, arithmetic._LOG_LN2_HIGH, arithmetic._LOG_LN2_LOW} <= numbers
     assert {float(c) for c in arithmetic._EXP_POLYNOMIAL} <= {float(np.float32(number)) for number in numbers}
 
 

@@ -208,8 +208,7 @@ def test_kinds_of_layers_agree_on_their_runs_and_tables_of_rotations_are_long_en
 def test_pools_of_another_model_are_refused(good: Good) -> None:
     """Of fewer blocks, or of other heads."""
     for changes in ({"num_layers": 1}, {"head_dim": 12}):
-        spec = make_config(**changes)
-        pools = BlockCache.create(spec.cache_shape, "paged", max_batch_size=4, max_seq_len=96).pools
+        pools = BlockCache.create(make_config(**changes).cache_shape, "paged", max_batch_size=4, max_seq_len=96).pools
         with pytest.raises(InternalError, match="pool"):
             good.call(good.of_forward() | {"pools": pools.native})
 

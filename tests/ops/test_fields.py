@@ -158,8 +158,7 @@ def in_a_tree(session: Session) -> Tensor:
     """The last rows are the second, fourth ... of a tree; the others are a path of other tokens beside it."""
     begun, own = session.run({0: TEXT[:6]}), TEXT[6:]
     tokens = [token for t in own for token in ((t + 1) % 31, t)]
-    found = session.run({0: tokens}, {0: [max(i - 2, -1) for i in range(len(tokens))]})
-    return torch.cat((begun, found[1::2]))
+    return torch.cat((begun, session.run({0: tokens}, {0: [max(i - 2, -1) for i in range(len(tokens))]})[1::2]))
 
 
 @pytest.mark.parametrize("row_by_row", [False, True])

@@ -31,16 +31,14 @@ def headed(features: Features, blocks: tuple[Block, ...], **more: Any) -> Spec:
     return replace(LAYER, features=features, blocks=blocks, **more)
 
 
+def attending(**changes: Any) -> Block:
+    [block] = LAYER.blocks
+    assert block.attention is not None
+    return replace(block, attention=replace(block.attention, **changes))
+
+
 def reading(reads: int | None) -> Block:
-    [block] = LAYER.blocks
-    assert block.attention is not None
-    return replace(block, pre_attention=None, attention=replace(block.attention, reads=reads))
-
-
-def seeing_all() -> Block:
-    [block] = LAYER.blocks
-    assert block.attention is not None
-    return replace(block, attention=replace(block.attention, sees="all"))
+    return replace(attending(reads=reads), pre_attention=None)
 
 
 RESIDUAL = Block(mlp=Mlp(WIDTH, gated=False, bias=True, down=False))
@@ -56,7 +54,7 @@ HEADS = {
         Features(IDS, WIDTH), (reading(None),), final_norm=None, own_embedding=True
     ),
     "features": headed(GATED, (RESIDUAL, RESIDUAL), final_norm=None, head_bias=True),
-    "context": headed(CONTEXT, (seeing_all(), seeing_all())),
+    "context": headed(CONTEXT, (attending(sees="all"), attending(sees="all"))),
 }
 
 

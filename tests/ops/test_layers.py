@@ -148,23 +148,17 @@ def test_two_parts_are_the_whole(ops: ReferenceOps, dtype: torch.dtype, same: Sa
     expected = whole.forward(both())
     for e in range(NUM_LAYERS + 1):
         cache = cache_of(model)
-        before = held(cache, everywhere[e:])
-        lower = everywhere[:e]
-        upper = everywhere[e:]
+        lower, upper = everywhere[:e], everywhere[e:]
+        before = held(cache, upper)
         first = Runner(model, cache, layers=lower, taps=[e]).forward(both())
         assert same_bits(held(cache, upper), before)
-        written, rows = held(cache, lower), dict(enumerate(first.taps[e]))
+        written, rows = held(cache, lower), first.taps[e]
         chain, tree = both()
-        runs = [chain._replace(vectors={i: rows[i] for i in range(3)}), tree._replace(vectors=at_0(rows))]
+        runs = [chain._replace(vectors=dict(enumerate(rows[:3]))), tree._replace(vectors=dict(enumerate(rows[3:])))]
         second = Runner(model, cache, layers=upper).forward(runs)
         assert same_bits(held(cache, lower), written)
         assert same(everything(second), everything(expected)), e
         assert same_bits(held(cache, everywhere), held(whole.cache, everywhere)) or same is by_value
-
-
-def at_0(rows: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The rows of the tree, counted from its first one."""
-    return {i - 3: row for i, row in rows.items() if i >= 3}
 
 
 @every_ops
@@ -181,9 +175,8 @@ def test_a_tree_grown_by_the_lower_layers_is_judged_by_the_upper(
         run = Run(0, [TOKENS[i] for i in level], parents=[PARENTS[i] for i in level], pending=True)
         found.append(lower.forward([run]).taps[e])
     cache.keep({0: []})
-    rows = dict(enumerate(torch.cat(found)))
     upper = Runner(model, cache, layers=range(e, NUM_LAYERS))
-    judged = upper.forward([Run(0, TOKENS, parents=PARENTS, vectors=rows)])
+    judged = upper.forward([Run(0, TOKENS, parents=PARENTS, vectors=dict(enumerate(torch.cat(found))))])
     assert same(everything(judged), everything(expected))
 
 
@@ -270,8 +263,7 @@ def test_vectors_stand_for_tokens(ops: ReferenceOps, dtype: torch.dtype, same: S
     vectors = dict(zip((1, 4), model.embed([TOKENS[1], TOKENS[4]]).float(), strict=True))
     tokens = [0 if i in vectors else token for i, token in enumerate(TOKENS)]
     chain, tree = both(vectors=vectors)
-    found = other.forward([chain, tree._replace(tokens=tokens)])
-    assert same(everything(found), everything(expected))
+    assert same(everything(other.forward([chain, tree._replace(tokens=tokens)])), everything(expected))
     assert same(held(other.cache, range(NUM_LAYERS)).nan_to_num(), held(plain.cache, range(NUM_LAYERS)).nan_to_num())
 
 
@@ -322,5 +314,4 @@ def test_the_toy_has_taps_and_takes_vectors() -> None:
     scores = run()
     assert scores.taps[0].argmax(axis=1).tolist() == text
     assert np.array_equal(scores.taps[1], scores.hidden)
-    found = run(tokens=[1, 0, 2], vectors={1: model.embed([4])[0]})
-    assert np.array_equal(found.hidden, scores.hidden)
+    assert np.array_equal(run(tokens=[1, 0, 2], vectors={1: model.embed([4])[0]}).hidden, scores.hidden)

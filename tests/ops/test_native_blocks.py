@@ -85,14 +85,11 @@ def passes(model: Native) -> list[tuple[list[int], Tensor]]:
     for step, (own, other) in enumerate([(17, 1), (8, 17), (2, 2), (len(TREE), 3), (1, 1)]):
         runs = {0: tokens_of(step, own), 1: tokens_of(9 + step, other)}
         tree = TREE if own == len(TREE) and step == 3 else None
-        cached = {slot: len(text) for slot, text in texts.items()}
-        rows = model.run(runs, cached, {0: tree} if tree else None)
+        rows = model.run(runs, {slot: len(text) for slot, text in texts.items()}, {0: tree} if tree else None)
         at = 0
         for slot, run in runs.items():
             own_tree = tree if slot == 0 else None
-            for i in range(len(run)):
-                path = path_to(i, own_tree)
-                found.append((texts[slot] + [run[k] for k in path], rows[at + i]))
+            found += [(texts[slot] + [run[k] for k in path_to(i, own_tree)], rows[at + i]) for i in range(len(run))]
             at += len(run)
             texts[slot] += run if own_tree is None else [run[k] for k in path_to(0, own_tree)]
         # Of the tree its first row is kept, which is where a chain's first row would be.
@@ -116,8 +113,7 @@ def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
     expected: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
     for text in longest:
         exact, plain = reference.rows(list(text)), alone(model, list(text))
-        for i in range(len(text)):
-            expected[text[: i + 1]] = exact[i], plain[i]
+        expected |= {text[: i + 1]: (exact[i], plain[i]) for i in range(len(text))}
     far = 0
     for text, row in found:
         exact, plain = expected[tuple(text)]
@@ -221,8 +217,7 @@ def test_taps_parts_and_rows_in_place_of_embeddings(isa: str) -> None:
         middle = model.run(
             {0: tokens_of(1, 6)}, {0: 0}, layers=list(range(last)), is_normed=False, taps=[(0, first.data_ptr())]
         )[:, :44].contiguous()
-        rest = model.run({0: tokens_of(1, 6)}, {0: 0}, layers=[last], input=middle.data_ptr())
-        assert same_bits(rest, whole)
+        assert same_bits(model.run({0: tokens_of(1, 6)}, {0: 0}, layers=[last], input=middle.data_ptr()), whole)
         embedded = first - model._addressed[1]["model.embed_positions.weight"][:6] if name == "gpt2" else first
         again = model.run({0: tokens_of(1, 6)}, {0: 0}, input=embedded.contiguous().data_ptr())
         assert bool((again - whole).abs().max() < 1e-4)
@@ -290,8 +285,7 @@ def test_what_is_not_computed_is_refused_in_a_sentence(name: str) -> None:
 
 def test_what_is_computed_is_not_refused() -> None:
     assert [native.extension().refusal(spec) for spec in SPECS.values()] == [None] * len(SPECS)
-    ropes = [Rope(kind="yarn", factor=4.0), Rope(kind="longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)]
-    for rope in ropes:
+    for rope in (Rope(kind="yarn", factor=4.0), Rope(kind="longrope", short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)):
         assert native.extension().refusal(spec_of([replace(PLAIN, attention=Attention(2, 1, 16, rope=rope))])) is None
 
 

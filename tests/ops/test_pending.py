@@ -41,8 +41,7 @@ class Tree:
         rng = random.Random(seed)
         # Close to the end: deep; anywhere: wide.
         reach = rng.choice((2, 5, num_nodes))
-        parents = [rng.randint(max(-1, i - reach), i - 1) for i in range(num_nodes)]
-        return cls(tokens_of(num_nodes, seed), parents)
+        return cls(tokens_of(num_nodes, seed), [rng.randint(max(-1, i - reach), i - 1) for i in range(num_nodes)])
 
     def path(self, node: int) -> list[int]:
         return path_to(node, self.parents)
@@ -65,8 +64,7 @@ class Bench:
 
     def rows(self, run: Run, neighbour: Seq[int] = ()) -> Tensor:
         """Hidden states and logits of the run's rows, side by side. The neighbour's rows are kept."""
-        runs = [Run(NEIGHBOUR, neighbour, "last"), run] if neighbour else [run]
-        scores = self.runner.forward(runs)
+        scores = self.runner.forward([Run(NEIGHBOUR, neighbour, "last"), run] if neighbour else [run])
         self.cache.keep({NEIGHBOUR: range(len(neighbour))})
         hidden = scores.hidden[scores.rows[-1].start : scores.rows[-1].stop]
         return torch.cat((hidden, torch.from_numpy(scores.logits[-1]).to(hidden.dtype)), dim=1)
@@ -116,8 +114,7 @@ def test_level_by_level_at_once_and_as_chains(ops: ReferenceOps, dtype: torch.dt
             assert same(whole[path], expected)
         kept = tree.path(num_nodes - 1)
         assert at_once.cache.keep({0: kept}) == grown.cache.keep({0: [at[n] for n in kept]})
-        tokens = [tree.tokens[n] for n in kept]
-        expected, held = chain_rows(model, [*tokens, 11])
+        expected, held = chain_rows(model, [*(tree.tokens[n] for n in kept), 11])
         for bench in (at_once, grown):
             assert list(bench.cache.pending(0)) == []
             assert same(bench.rows(Run(0, [11])), expected[-1:])
@@ -168,16 +165,14 @@ def test_a_word_says_what_a_row_sees(num_pending: int) -> None:
     for _ in range(20):
         parents = [-1, *(rng.randint(0, i - 1) for i in range(1, 65))]
         words = ancestor_words(parents)[num_pending:]
-        run_starts = [0, len(words)]
         positions = [word.bit_count() for word in words]
-        batch = RaggedBatch([0] * len(words), positions, run_starts, [0], [7], [num_pending], words)
+        batch = RaggedBatch([0] * len(words), positions, [0, len(words)], [0], [7], [num_pending], words)
         shared, own = batch.words(0)
         assert shared >= 1
         assert max(own) < 1 << 64
         for i, word in enumerate(own):
             path = path_to(num_pending + i, parents)
-            seen = [j for j in range(64) if word >> j & 1]
-            assert [*range(shared), *(shared + j for j in seen)] == path
+            assert [*range(shared), *(shared + j for j in range(64) if word >> j & 1)] == path
             assert batch.visible(0, i) == [*range(7), *(7 + j for j in path)]
 
 

@@ -153,16 +153,14 @@ def test_products_are_those_of_the_weights_in_the_file(scheme: Scheme, isa: str)
     packed = ops_of(isa).pack(matrix_of(*blocks))
     x = torch.randn(19, 512, generator=seeded(3))
     wanted = rounded(x) @ weights.double().T
-    found = ops_of(isa).linear(x, packed)
     scale = rounded(x).abs() @ weights.double().abs().T  # of the terms that are summed
-    assert ((found - wanted).abs() <= 4e-6 * scale).all()
+    assert ((ops_of(isa).linear(x, packed) - wanted).abs() <= 4e-6 * scale).all()
     assert same_bits(packed.unpack(), weights)
 
 
 @pytest.mark.parametrize(("name", "bits"), BITS_PER_WEIGHT.items())
 def test_packed_rows_take_the_bytes_of_the_file(name: str, bits: float) -> None:
-    packed = ops_of(ISAS[0]).pack(matrix_of(rows_of(SCHEMES[name], 64, 512)))
-    assert packed.nbytes == bits * 64 * 512 / 8
+    assert ops_of(ISAS[0]).pack(matrix_of(rows_of(SCHEMES[name], 64, 512))).nbytes == bits * 64 * 512 / 8
 
 
 @every_scheme
@@ -197,8 +195,7 @@ def check_sums(rows: QuantisedRows, number: int, isa: str) -> None:
 def rows_of_one_code(bits: int, code: int, num_in: int) -> QuantisedRows:
     """Of 32 outputs, with scales of 1 and minimums of 0."""
     ones, none = (HostTensor.of(np.full((32, num_in // 32), number, np.float16)) for number in (1, 0))
-    codes = np.full((32, num_in), code, np.uint8)
-    return QuantisedRows(Scheme(bits, 32, "minimum", HALF), codes, ones, minimums=none)
+    return QuantisedRows(Scheme(bits, 32, "minimum", HALF), np.full((32, num_in), code, np.uint8), ones, minimums=none)
 
 
 @pytest.mark.parametrize("code", [0, -1], ids=["least", "most"])
@@ -231,8 +228,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
     x = torch.randn(70, 256, generator=seeded(4))
     whole = ops_of(isa, 3).linear(x, packed)
     for num_rows in (1, 2, 3, 5, 7, 15, 16, 17, 33):
-        some = torch.cat([ops_of(isa).linear(part, packed) for part in x.split(num_rows)])
-        assert same_bits(some, whole)
+        assert same_bits(torch.cat([ops_of(isa).linear(part, packed) for part in x.split(num_rows)]), whole)
 
 
 def test_threads_round_many_rows_for_each_other(isa: str) -> None:
@@ -242,8 +238,7 @@ def test_threads_round_many_rows_for_each_other(isa: str) -> None:
     for turn in range(5):
         for k, packed in wide.items():
             x = torch.randn(150 + turn, k, generator=seeded(turn))
-            expected = torch.cat([alone.linear(part, packed) for part in x.split(50)])
-            assert same_bits(ops.linear(x, packed), expected)
+            assert same_bits(ops.linear(x, packed), torch.cat([alone.linear(part, packed) for part in x.split(50)]))
 
 
 @pytest.mark.skipif(
@@ -281,11 +276,10 @@ def test_products_of_four_bytes_give_the_bits_of_products_of_two(scheme: Scheme)
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_inputs_that_are_hardly_more_than_zero(bits: int, size: float, isa: str) -> None:
     """Their inverse would be infinite. Each set has the same bits: those of the sums, or 0."""
-    matrix = matrix_of(rows_of_one_code(bits, 5, 64))
     x = torch.full((2, 64), size)
     x[:, ::3] = 0.0
     x[1, 32:] = 1.0  # the other unit's own
-    found = ops_of(isa).linear(x, ops_of(isa).pack(matrix))
+    found = ops_of(isa).linear(x, ops_of(isa).pack(matrix_of(rows_of_one_code(bits, 5, 64))))
     wanted = 5 * float(x[0].double().sum()) if size >= 1e-36 else 0.0
     assert ((found[0].double() - wanted).abs() <= 1e-6 * wanted).all()
     assert (found[1] == 160).all()
@@ -337,12 +331,11 @@ def test_minimums_and_zeros_share_a_format(isa: str) -> None:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
     config = make_config(tied=tie, hidden_size=64, ffn_size=96, head_dim=16, num_heads=4, num_kv_heads=2)
-    dense = random_weights(config, torch.bfloat16)
     weights = {
         name: matrix_of(rows_of(SCHEMES["q4_1" if "mlp" in name else "q8_0"], *tensor.shape, seed=i))
         if tensor.dim() == 2
         else tensor
-        for i, (name, tensor) in enumerate(dense.items())
+        for i, (name, tensor) in enumerate(random_weights(config, torch.bfloat16).items())
     }
     model = load_model(config, weights, ops_of(isa, 2))
     assert (model.weight_bits, model.precision) == ((4, 8), "4-bit and 8-bit weights")

@@ -56,8 +56,7 @@ def test_tree_rows_are_chain_rows(row_by_row: bool, same: Same) -> None:
     rows = session.run({1: tokens_of(3, 9), 0: tree}, {0: parents}, {0: [0, 2, 4], 1: []})[3:]
     for node in range(len(tree)):
         path = path_to(node, parents)
-        expected = plain(model, context + [tree[i] for i in path])[len(context) :]
-        assert same(rows[path], expected)
+        assert same(rows[path], plain(model, context + [tree[i] for i in path])[len(context) :])
     # The kept path is the chain in the cache too: what follows is computed from it.
     assert same(session.run({0: [11]}), plain(model, context + [tree[i] for i in (0, 2, 4)] + [11])[-1:])
 

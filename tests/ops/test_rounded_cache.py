@@ -86,8 +86,7 @@ def test_rows_of_a_tree_are_those_of_its_paths(isa: str, name: str) -> None:
     session.run({0: prompt})
     found = session.run({0: tree}, {0: TREE}, {0: []})
     for row in range(len(TREE)):
-        path = [tree[i] for i in path_to(row, TREE)]
-        assert same_bits(found[row : row + 1], alone(model, [prompt, path])[-1:])
+        assert same_bits(found[row : row + 1], alone(model, [prompt, [tree[i] for i in path_to(row, TREE)]])[-1:])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,16 +105,14 @@ def test_the_kernels_store_what_torch_would(isa: str, name: str) -> None:
         bias = make_biases(config)
         half = bias.shape[1] // 2
         sizes = (bias[:, :half] ** 2 + bias[:, half:] ** 2).repeat(1, 2)
-        order = sizes.sort(dim=1, descending=True, stable=True).indices
-        keys = keys.gather(2, order.expand(keys.shape))
+        keys = keys.gather(2, sizes.sort(dim=1, descending=True, stable=True).indices.expand(keys.shape))
     assert np.array_equal(pool.keys.values[rows], rounded_keys(keys.numpy(), refined=refined))
     assert np.array_equal(pool.values.values[rows], rounded_values(values.numpy()))
 
 
 def make_biases(config: Any) -> Tensor:
-    found = random_weights(config, FLOAT32)["model.layers.0.self_attn.k_proj.bias"]
     a = config.blocks[0].attention
-    return found.view(a.kv_heads, a.head_dim)
+    return random_weights(config, FLOAT32)["model.layers.0.self_attn.k_proj.bias"].view(a.kv_heads, a.head_dim)
 
 
 def rounded_pool(case: AttentionCase) -> Pool:
@@ -139,8 +136,7 @@ def test_attention_is_near_that_of_what_is_stored(isa: str, dim: int, group: int
             seen = case.view.read_rows[b][: run.cached + i + 1]
             q = case.q[starts[b] + i].double()
             for head in range(group):
-                weights = (keys[seen, 0] @ q[head] / dim**0.5).softmax(0)
-                wanted = weights @ values[seen, 0]
+                wanted = (keys[seen, 0] @ q[head] / dim**0.5).softmax(0) @ values[seen, 0]
                 assert (found[starts[b] + i, head] - wanted).abs().max() < 0.02 * values[seen].abs().max()
 
 
