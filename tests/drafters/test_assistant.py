@@ -326,8 +326,7 @@ def test_texts_are_the_targets_own(folders: dict[str, Path], kind: str, cache: s
     texts = []
     for draft in ("none", f"assistant:path={folders[kind]},search=none"):
         with LLM(str(folders["target"]), draft=draft, pacing="fixed", spec_length=4, **options) as llm:
-            outs = llm.generate(prompts, params)
-            texts.append([out.token_ids for out in outs])
+            texts.append([out.token_ids for out in llm.generate(prompts, params)])
             llm.engine.runner.cache.check_integrity()
             drafter = llm.engine.drafter.first
             assert not isinstance(drafter, AssistantDrafter) or drafter.num_held == 0

@@ -38,8 +38,7 @@ def test_every_suffix_is_found_wherever_it_occurs(num_ids: int) -> None:
 
 def test_a_frequent_suffix_is_followed_at_its_latest_places() -> None:
     """The work is bounded: a longer suffix is not looked for further back, a shorter one is found everywhere."""
-    text = [7] * 1000
-    found = levels(np.array(text, dtype=np.intc), [7] * 20)
+    found = levels(np.full(1000, 7, dtype=np.intc), [7] * 20)
     assert [level.length for level in found] == [*range(1, NUM_MASKS), 20]
     assert found[0].ends(10**6) == list(range(1000, 0, -1))
     assert found[-1].ends(10**6) == list(range(1000, 1000 - NUM_FOLLOWED, -1))
@@ -80,8 +79,7 @@ def test_nothing_follows_an_end_id() -> None:
 
 
 def test_a_node_that_pacing_refuses_takes_its_descendants_along() -> None:
-    rows = [[4, 3, 1, END_OF_TEXT], [4, 3, 1, END_OF_TEXT], [5, 3, 1, END_OF_TEXT]]
-    tree = grow(rows, 6, is_tree=True)
+    tree = grow([[token, 3, 1, END_OF_TEXT] for token in (4, 4, 5)], 6, is_tree=True)
     asked = []
 
     def go_on(b: int, depth: int, probs) -> bool:

@@ -75,16 +75,14 @@ def write_eagle(
             theirs = {"fc": "fc", "norm": "output_norm", "lm_head": "output"}[module]
             tensors[f"{theirs}.weight"] = "F32", rows(weight)
     if kind != "F32":
-        quantised = gguf.quants.quantize(tensors["fc.weight"][1], gguf.GGMLQuantizationType[kind])
-        tensors["fc.weight"] = kind, quantised
+        tensors["fc.weight"] = kind, gguf.quants.quantize(tensors["fc.weight"][1], gguf.GGMLQuantizationType[kind])
     own = {"block_count": 1, "context_length": 256, "embedding_length": WIDTH, "feed_forward_length": FFN,
            "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
            "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": EPS, "rope.freq_base": 10000.0,
            "rope.dimension_count": HEAD_DIM, "vocab_size": 257, "target_layers": LAYERS, "target_hidden_size": WIDTH,
            **more}  # fmt: skip
-    write_tensors(
-        path, tensors, {f"eagle3.{key}": value for key, value in own.items()} | (vocabulary or VOCABULARY), "eagle3"
-    )
+    metadata = {f"eagle3.{key}": value for key, value in own.items()} | (vocabulary or VOCABULARY)
+    write_tensors(path, tensors, metadata, "eagle3")
     return path
 
 

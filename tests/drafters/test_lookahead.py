@@ -234,8 +234,7 @@ def test_rows_of_another_drafter_teach_the_window_nothing() -> None:
     """Within a compound another member's draft may be scored in place of this one's."""
     own, seq = drafter(window=2, ngram=3, from_text=False), sequence_of([5, 2, 7])
     own.begin(seq)
-    asked = own.propose([seq], Budget([8], 0), [])
-    tokens = [7, *asked.extra[0].tokens]
+    tokens = [7, *own.propose([seq], Budget([8], 0), []).extra[0].tokens]
     for row, moves in (([7, 1, 1, 1, 1], False), (tokens, True)):
         before = [list(column) for column in own._states[seq.id].window.columns]
         own.propose([seq], Budget([8], 0), [])

@@ -46,13 +46,11 @@ def test_fillers_make_alternatives_known_and_outvote_nothing() -> None:
 
 
 def test_a_random_text_agrees_with_counting() -> None:
-    rng = random.Random(0)
-    text = [rng.randrange(4) for _ in range(400)]
+    text = random.Random(0).choices(range(4), k=400)
     store = store_of(text, max_n=3)
     for context in [(a, b) for a in range(4) for b in range(4)]:
         followers = [text[i] for i in range(2, len(text)) if tuple(text[i - 2 : i]) == context]
-        found = store.guess(list(context))
-        assert followers.count(found) == max(map(followers.count, range(4)))
+        assert followers.count(store.guess(list(context))) == max(map(followers.count, range(4)))
 
 
 def test_a_source_is_a_text_of_its_own() -> None:
@@ -70,8 +68,7 @@ def test_a_source_is_a_text_of_its_own() -> None:
 
 
 def test_reading_in_pieces_is_reading() -> None:
-    rng = random.Random(1)
-    text = [rng.randrange(5) for _ in range(200)]
+    text = random.Random(1).choices(range(5), k=200)
     whole, pieces = store_of(text), Store(Options())
     for stop in (0, 1, 17, 18, 150, 200):
         pieces.read(text, stop)

@@ -83,8 +83,7 @@ def test_logits_that_are_no_numbers_are_not_drafted() -> None:
     for spoiled in (False, True):
         seq = Sequence(0, [5, 2, 7], 3, SamplingParams(), 0, 100)
         made.begin(seq)
-        asked = made.propose([seq], Budget([2], 0), COINS)
-        tokens = [seq.tokens[-1], *asked.extra[0].tokens]
+        tokens = [seq.tokens[-1], *made.propose([seq], Budget([2], 0), COINS).extra[0].tokens]
         made.observe([seq], [seen_of(Run(0, tokens), best=[4, NO_NUMBERS if spoiled else 1, 1], start=2)])
         seq.tokens.append(4)
         assert len(made.propose([seq], Budget([6], 0), COINS).tokens) == 2 * (not spoiled)

@@ -247,8 +247,7 @@ def test_the_table_holds_what_the_target_said_behind_each_row_rejected_ones_too(
 
 def test_the_context_of_a_row_is_the_way_to_it() -> None:
     made, seq, table = begun([7, 8, 1, 5], top=1, max_context=3)
-    run_ = Run(0, [1, 2, 3, 2], parents=[-1, 0, 0, 2])
-    made.observe([seq], [seen_of(run_, np.eye(V)[[5, 6, 9, 4]], start=2)])
+    made.observe([seq], [seen_of(Run(0, [1, 2, 3, 2], parents=[-1, 0, 0, 2]), np.eye(V)[[5, 6, 9, 4]], start=2)])
     assert known(table, (7, 8, 1)) == known(table, (8, 1)) == {5: 1.0}
     assert (known(table, (8, 1, 2)), known(table, (8, 1, 3)), known(table, (1, 3, 2))) == ({6: 1}, {9: 1}, {4: 1})
     assert known(table, (2,)) == {6: 1.0}, "4 was at most as likely before as 6, and of equal means the older stays"

@@ -60,8 +60,7 @@ def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
     plain = llm.generate(prompts, dataclasses.replace(params, draft="none"))
     own = list[DraftStep]()
     for _ in range(20):  # while this machine does something else, a search may seem to take long
-        drafted = llm.generate(prompts, params)
-        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+        assert [out.token_ids for out in llm.generate(prompts, params)] == [out.token_ids for out in plain]
         own = [report.drafts["model"] for report in steps if "model" in report.drafts]
         if any(step.num_nodes and not step.passes for step in own):
             break

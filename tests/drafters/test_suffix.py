@@ -98,8 +98,7 @@ def test_the_first_token_is_what_followed_most_often(num_ids: int) -> None:
 
 
 def test_reading_token_by_token_is_reading_at_once() -> None:
-    rng = random.Random(3)
-    text = [rng.randrange(4) for _ in range(80)]
+    text = random.Random(3).choices(range(4), k=80)
     one, seq = suffix(**FAR), request(text[:1])
     for token in text[1:]:
         drafted(one, seq)

@@ -20,6 +20,7 @@ from forerun.theory import formulas
 from forerun.train.ngram import Fit, fitted, save
 from forerun.types import Budget, Draft, Probs, SamplingParams, Sequence
 from house.enumeration import Case
+from refusals import refusal
 from support import built
 
 NUM_IDS = 5
@@ -127,8 +128,7 @@ def test_alpha_on_a_markov_target_is_the_overlap_of_its_rows(tmp_path: Path) -> 
     for draws, alpha in wanted.items():
         case = Case("bigram", SamplingParams(max_tokens=2, acceptance="ratio"), {"draws": draws, "path": path}, target)
         case = Case(**{**vars(case), "gamma": 1, "prompt": (0, last)})
-        ways = every_way(case)
-        measured = sum(weight * reports[0].num_accepted for weight, (_, reports) in ways)
+        measured = sum(weight * reports[0].num_accepted for weight, (_, reports) in every_way(case))
         assert measured == pytest.approx(alpha, abs=1e-12)
         assert 0.2 < alpha < 1
 
@@ -176,17 +176,14 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     target, text = target_of(), [[0, 1, 2, 3, 4, 0, 1]]
     whole = Path(fit_file(tmp_path / "whole", text))
     assert tables.load(str(whole), target, 2).best(0) == 1
-    with pytest.raises(NotFound, match="train ngram"):
-        tables.load(str(tmp_path / "none"), target, 2)
+    assert "train ngram" in refusal(NotFound, tables.load, str(tmp_path / "none"), target, 2)
     (tmp_path / "empty").touch()
     (tmp_path / "cut").write_bytes(whole.read_bytes()[:-3])
     for name in ("empty", "cut"):
-        with pytest.raises(UnsupportedModel, match=name):
-            tables.load(str(tmp_path / name), target, 2)
+        assert name in refusal(UnsupportedModel, tables.load, str(tmp_path / name), target, 2)
     with pytest.raises(BadOption, match="another tokenizer"):
         tables.load(fit_file(tmp_path / "other", text, NUM_IDS + 1), target, 2)
-    with pytest.raises(BadOption, match="--order 1"):
-        tables.load(fit_file(tmp_path / "single", text, order=1), target, 2)
+    assert "--order 1" in refusal(BadOption, tables.load, fit_file(tmp_path / "single", text, order=1), target, 2)
     assert tables.load(str(tmp_path / "single"), target, 1).best(None) == 0
 
 
@@ -207,8 +204,7 @@ def test_a_file_with_wrong_arrays_is_refused(tmp_path: Path, change: dict[str, n
     arrays = fitted([[0, 1, 2, 3, 4, 0]], NUM_IDS, 2).arrays(64)
     assert len(arrays["followers"]) == 5
     artifacts.save(tmp_path / "f", tables.KIND, {**arrays, **change}, artifacts.fingerprint(None, NUM_IDS))
-    with pytest.raises(UnsupportedModel, match="no table of 5 ids"):
-        tables.load(str(tmp_path / "f"), target_of(), 2)
+    assert "no table of 5 ids" in refusal(UnsupportedModel, tables.load, str(tmp_path / "f"), target_of(), 2)
 
 
 def test_production_lists_float32() -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
 from forerun.blocks import Plain, weight_shapes
-from forerun.cli.train import app
 from forerun.config import EngineConfig
 from forerun.drafters import WITHOUT_MODEL
 from forerun.drafters.shared import trained
@@ -20,6 +18,7 @@ from forerun.errors import CapacityError
 from forerun.models.opened import OpenedCheckpoint
 from models.gguf_files import write_model
 from tiny import write_tiny
+from train.conftest import run_command
 from train.written import write, writer_of
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -47,16 +46,12 @@ def in_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def train(target: Path, folder: Path, method: str) -> str:
     """Train a head for two steps and keep it; returns what the command said."""
-    options = (
-        f"--method {method} --samples {folder / 'samples'} --target {target} --out {folder / 'run'} --keep --quiet"
-    )
+    options = f"--samples {folder / 'samples'} --target {target} --out {folder / 'run'} --keep --quiet"
     sizes = "--max-steps 2 --tokens-per-step 128 --seq-len-tokens 64 --ops reference"
     shutil.rmtree(folder / "run", ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORERUN_CACHE_DIR", str(folder / "kept"))
-        done = CliRunner().invoke(app, ["head", *options.split(), *sizes.split()])
-    assert done.exit_code == 0, done.output
-    return done.output
+        return run_command(f"head --method {method} {options} {sizes}")
 
 
 def auto_of(target: Path) -> str:
@@ -81,8 +76,7 @@ def test_auto_drafts_with_the_head_of_its_target(target: Path, tmp_path: Path, m
 
 
 def test_it_is_found_for_the_same_model_in_any_place_and_number_of_bits(target: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(target, tmp_path / "copy")
-    assert auto_of(copy) == auto_of(target) != WITHOUT_MODEL
+    assert auto_of(shutil.copytree(target, tmp_path / "copy")) == auto_of(target) != WITHOUT_MODEL
     spec = Plain("llama", 258, 64, 2, 4, 2, 16, 96, 1e-5, 256).spec
     weights = {name: torch.rand(shape) for name, shape in weight_shapes(spec).items()}
     for bits in ("F32", "Q8_0", "Q4_0"):
@@ -95,8 +89,7 @@ def test_it_is_found_for_the_same_model_in_any_place_and_number_of_bits(target: 
 
 
 def test_it_is_not_found_for_another_model(target: Path, tmp_path: Path) -> None:
-    other = write_tiny(tmp_path / "other", seed=1)
-    assert auto_of(other) != auto_of(target)  # norms of the two differ
+    assert auto_of(write_tiny(tmp_path / "other", seed=1)) != auto_of(target)  # norms of the two differ
     changed = shutil.copytree(target, tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
     norm = "model.layers.1.input_layernorm.weight"
