@@ -7,7 +7,6 @@ import pytest
 from drafters.requests import drafted, request
 from forerun import drafters
 from forerun.cli.main import main
-from forerun.drafters import Target
 from forerun.engine.opened import SHIPPED_TARGET
 from forerun.testing.engines import TARGET, target_for
 from forerun.text.tokenizer import Tokenizer
@@ -18,10 +17,6 @@ TEXT = "def first(values):\n    return values[0]\n"
 STORE = "datastore --target shipped --text"
 
 
-def shipped(tokenizer: Tokenizer) -> Target:
-    return target_for(TARGET, tokenizer, num_ids=tokenizer.num_ids)
-
-
 def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     out = tmp_path / "store"
@@ -30,7 +25,7 @@ def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert printed.startswith(f"{len(ids) + 1} tokens, ")
     assert " s\n" in printed
-    drafter = drafters.make(f"datastore:path={out}", shipped(tokenizer))
+    drafter = drafters.make(f"datastore:path={out}", target_for(TARGET, tokenizer, num_ids=tokenizer.num_ids))
     assert drafted(drafter, request(ids[:4]), 5).tokens == ids[4:9]
 
 

@@ -71,8 +71,7 @@ def test_a_hybrid_teaches_a_draft_and_learns_from_a_target(tiny: Make) -> None:
 
 
 def test_imbalance_by_hand() -> None:
-    even = torch.full((4, 2), 0.5)
-    assert float(losses.imbalance(even, torch.tensor([[0], [1], [0], [1]]))) == pytest.approx(1.0)
+    assert float(losses.imbalance(torch.full((4, 2), 0.5), torch.tensor([[0], [1], [0], [1]]))) == pytest.approx(1.0)
     assert float(losses.imbalance(torch.tensor([[1.0, 0.0]]), torch.tensor([[0]]))) == pytest.approx(2.0)
     scores = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
     # The first is chosen twice of four times, the others once each: 3 (0.5 x 0.6 + 0.25 x 0.15 + 0.25 x 0.25).
@@ -111,8 +110,6 @@ def test_what_is_not_possible_is_refused() -> None:
 
 @either
 def test_the_command_trains_one(sources: Path, tmp_path: Path, shape: ModelShape) -> None:
-    sizes = (
-        f"--family {shape.family} --hidden-size 32 --layers {shape.num_layers} --heads 4 --ffn-size {shape.ffn_size}"
-    )
+    sizes = f"--hidden-size 32 --layers {shape.num_layers} --heads 4 --ffn-size {shape.ffn_size}"
     experts = "--experts 4 --experts-per-token 2" if shape is MIXTURE else ""
-    check_command(f"{sizes} {experts}", sources, tmp_path / "run", shape)
+    check_command(f"--family {shape.family} {sizes} {experts}", sources, tmp_path / "run", shape)

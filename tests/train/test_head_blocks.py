@@ -27,10 +27,7 @@ OPTIONS = {
 
 def made(method: str, folder: Path, out: Path) -> Path:
     """A head as it is before its first step, written as a trained one is."""
-    checkpoint = load_checkpoint(folder, dtype="float32", with_tokenizer=True)
-    teacher = Teacher.of(checkpoint.model, torch.arange(257.0).flip(0), num_ids=257)
-    module = load("forerun.train.heads", method, "head")
-    head = module.Head(make_options(module.Options, OPTIONS[method], method), teacher, 0)
+    head, teacher = head_of(folder, method)
     for weight in head.weights.values():
         weight.requires_grad_(True)
     loss = head.loss(batch_of(teacher))
@@ -38,7 +35,7 @@ def made(method: str, folder: Path, out: Path) -> Path:
     assert bool(loss.isfinite())
     assert all(w.grad is not None and bool(w.grad.isfinite().all()) for w in head.weights.values())
     weights, sizes = head.files()
-    tokenizer = artifacts.fingerprint(checkpoint.tokenizer, 257)
+    tokenizer = artifacts.fingerprint(load_checkpoint(folder, with_tokenizer=True).tokenizer, 257)
     head_files.save(out, method, HostWeights(weights | {head_files.PROBE: teacher.probe}), sizes, tokenizer)
     return out
 
@@ -163,8 +160,7 @@ def test_the_last_matrix_is_fitted_to_what_is_left(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     head, teacher = head_of(write_tiny(tmp_path / "target", "llama"), "eagle", mlp=12)
     batches = [batch_of(teacher, seed) for seed in range(8)]
-    narrowing = head._narrowing
-    inner = torch.cat([narrowing._inner(batch)[batch.inside.flatten()] for batch in batches])
+    inner = torch.cat([head._narrowing._inner(batch)[batch.inside.flatten()] for batch in batches])
     head.begin(iter(batches))
     up = teacher.last["model.layers.0.mlp.up_proj.weight"]
     kept = [int((up == row).all(1).nonzero()) for row in head.weights["model.layers.0.mlp.up_proj.weight"]]

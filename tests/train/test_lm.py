@@ -32,6 +32,7 @@ from train.conftest import (
 from train.written import write, writer_of
 
 Make = Callable[..., TrainConfig]
+SMALL = ModelShape(16, 1, 2, 1, 32, 300)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_gradients_are_clipped_before_they_are_used(tiny: Make, monkeypatch: pyt
 def test_state_of_another_run_is_refused(tiny: Make) -> None:
     lm.train(tiny(steps=2), quiet=True)
     with pytest.raises(BadOption, match="shape"):
-        lm.train(tiny(steps=2, shape=ModelShape(16, 1, 2, 1, 32, 300)), resume=True, quiet=True)
+        lm.train(tiny(steps=2, shape=SMALL), resume=True, quiet=True)
     with pytest.raises(BadOption, match="seed='0', and asked for is '7'"):
         lm.train(tiny(steps=4, seed=7), resume=True, quiet=True)
     assert "go on with --resume" in refusal(BadOption, lm.train, tiny(steps=4), quiet=True)
@@ -120,8 +121,7 @@ def test_samples_of_another_tokenizer_are_refused_and_many_ids_are_not(tmp_path:
 
 @pytest.mark.parametrize("loss", ["kl", "alpha"])
 def test_draft_learns_its_teacher(tiny: Make, teacher: Path, loss: str) -> None:
-    shape = ModelShape(16, 1, 2, 1, 32, 300)
-    config = tiny("draft", shape=shape, teacher=str(teacher), loss=loss, steps=100, lr=2e-2)
+    config = tiny("draft", shape=SMALL, teacher=str(teacher), loss=loss, steps=100, lr=2e-2)
     numbers = lm.train(config, quiet=True)
     assert numbers["alpha"] > next(line for line in read_log(config) if "alpha" in line)["alpha"]
     assert numbers["alpha"] > 0.5
@@ -130,7 +130,7 @@ def test_draft_learns_its_teacher(tiny: Make, teacher: Path, loss: str) -> None:
 
 def test_a_draft_that_learns_after_another_covers_more(tiny: Make, teacher: Path) -> None:
     """SpecInfer: of two drafts, the second learns where the first and the target do not agree."""
-    small: dict[str, Any] = {"shape": ModelShape(16, 1, 2, 1, 32, 300), "teacher": str(teacher)}
+    small: dict[str, Any] = {"shape": SMALL, "teacher": str(teacher)}
     small |= {"loss": "kl", "lr": 2e-2, "validation_windows": 16}
     lm.train(first := tiny("first", steps=25, **small), quiet=True)
     second = {**small, "steps": 40, "seed": 1}
@@ -170,11 +170,10 @@ def test_a_draft_learns_from_what_its_target_wrote(tiny: Make, teacher: Path, so
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:
-    shape = ModelShape(16, 1, 2, 1, 32, 300)
-    first, again, other = (initial_weights(shape, seed) for seed in (0, 0, 1))
+    first, again, other = (initial_weights(SMALL, seed) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
-    assert sum(w.numel() for w in first.values()) == shape.num_parameters
+    assert sum(w.numel() for w in first.values()) == SMALL.num_parameters
 
 
 @pytest.mark.parametrize(
@@ -187,17 +186,16 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
         ({"lr": 0.0}, "--lr 0 is not possible: it must be above 0"),
         ({"seq_len_tokens": 1}, "--seq-len-tokens 1 is not possible: it must be at least 2"),
         ({"tokens_per_step": 31}, "--tokens-per-step 31 is less than one sequence of --seq-len-tokens 32: give more"),
-        ({"samples_share": 1.5}, r"--samples-share 1\.5 is not possible: it must be in \[0, 1\]"),
+        ({"samples_share": 1.5}, "--samples-share 1.5 is not possible: it must be in [0, 1]"),
         ({"autocast": "fp8"}, "--autocast 'fp8' is not possible: it must be one of auto, bf16, off"),
         ({"validate_every_steps": 0}, "--validate-every-steps 0 is not possible: it must be at least 1"),
-        ({"decay_share": 1.5}, r"--decay-share 1\.5 is not possible: it must be in \[0, 1\]"),
+        ({"decay_share": 1.5}, "--decay-share 1.5 is not possible: it must be in [0, 1]"),
         ({"samples": Path("samples"), "samples_share": 0.1}, "of 4 rows is none"),
         ({"device": "gpu"}, "--device 'gpu' is not possible: it must be one of cpu, cuda"),
     ],
 )
 def test_impossible_options_are_refused_by_their_flags(tiny: Make, given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadOption, match=sentence):
-        tiny(**given)
+    assert sentence in refusal(BadOption, tiny, **given)
 
 
 def test_learning_rate_warms_up_and_ends_near_zero(tiny: Make) -> None:
@@ -209,10 +207,10 @@ def test_learning_rate_warms_up_and_ends_near_zero(tiny: Make) -> None:
 
 
 def test_deepened_model_computes_the_same_and_only_depth_may_differ() -> None:
-    shallow, deep = ModelShape(16, 1, 2, 1, 32, 300), ModelShape(16, 3, 2, 1, 32, 300)
-    weights = initial_weights(shallow, 0)
-    grown = check_deepened(weights, shallow, deep)
+    deep = replace(SMALL, num_layers=3)
+    weights = initial_weights(SMALL, 0)
+    grown = check_deepened(weights, SMALL, deep)
     with pytest.raises(BadOption, match=r"stay as they are: give --hidden-size 16 --heads 2$"):
-        deepen(weights, shallow, ModelShape(32, 3, 4, 1, 32, 300), seed=1)
+        deepen(weights, SMALL, ModelShape(32, 3, 4, 1, 32, 300), seed=1)
     with pytest.raises(BadOption, match="cannot be made shallower: give --layers 3, or more"):
-        deepen(grown, deep, shallow, seed=1)
+        deepen(grown, deep, SMALL, seed=1)

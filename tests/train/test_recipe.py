@@ -222,8 +222,7 @@ def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:
     def steps(sampled_s: float) -> int:
         state = State(HOURS, METHOD, sampled_s=sampled_s)
         clock = clock_of()
-        begun = clock()
-        return recipe.steps_for(config_of(tmp_path), state, task, clock, begun)  # a third of a second for each step
+        return recipe.steps_for(config_of(tmp_path), state, task, clock, clock())  # a third of a second for each step
 
     assert steps(99.0) == 3 * (120 - 99 - 2)  # a second until the first timed step, and one for these
     assert steps(1000.0) == 3 * 12

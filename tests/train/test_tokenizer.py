@@ -1,7 +1,6 @@
 """Every text survives encode and decode; indentation is cheap; the files are the standard ones."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,9 @@ SAMPLES = ["def f(x):\n    if x:\n        return  x\n\treturn\r\n", "naïve Ün�
 CODE = ["def f(x):\n    if x:\n        return x\n    return None\n\n\n" * 20, "x = 1\ny = 2\n" * 20]
 
 
-@cache
-def any_text_tokenizer() -> Tokenizer:
-    """The same as the fixture, for a test whose examples come from hypothesis."""
-    return train_tokenizer(CODE, 320)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return any_text_tokenizer()
+    return train_tokenizer(CODE, 320)
 
 
 @pytest.mark.parametrize("text", SAMPLES)
@@ -33,9 +26,8 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(strategies.text())
-def test_round_trip_of_any_text(text: str) -> None:
-    tokenizer = any_text_tokenizer()
+@given(text=strategies.text())
+def test_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
