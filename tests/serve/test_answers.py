@@ -17,6 +17,12 @@ from forerun.serve.answers import AnswerFile, answer_id
 pytestmark = pytest.mark.once("no engine runs: the file of answers alone")
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the answers are."""
+    return tmp_path / "out.jsonl"
+
+
 @contextmanager
 def recovered(path: Path, custom_ids: Iterable[str], **how: bool) -> Iterator[AnswerFile]:
     """The file of answers to an input with these requests."""
@@ -36,9 +42,8 @@ def written(path: Path, *custom_ids: str) -> bytes:
     return path.read_bytes()
 
 
-def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
+def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, path: Path) -> None:
     """Killed after any number of bytes, with and without the zeros that a power cut leaves."""
-    path = tmp_path / "out.jsonl"
     whole = written(path, "a", "b")
     torn = written(tmp_path / "other.jsonl", "c")
     for length in range(len(torn)):
@@ -54,9 +59,8 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
         assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
 
 
-def test_what_was_appended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_appended_is_on_the_disk(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When `append` returns, and when answers were dropped: all bytes of the file, and its name in the folder."""
-    path = tmp_path / "out.jsonl"
     synced = dict[str, int]()
     real = os.fsync
 
@@ -117,8 +121,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, cont
         assert path.read_bytes() == content + tail
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
+def test_one_writer_at_a_time(path: Path) -> None:
     with AnswerFile(path), pytest.raises(BadOption, match="another process is writing"), AnswerFile(path):
         pass
     with AnswerFile(path):
@@ -130,9 +133,8 @@ def test_what_is_no_file_is_refused() -> None:
         pass
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing(path: Path) -> None:
     """The size of a file is limited so that the second append ends in the middle of its line."""
-    path = tmp_path / "out.jsonl"
     whole = written(path, "a")
     with recovered(path, "abc") as answers:
         full = pytest.raises(CapacityError, match="make room and run the same command again")
@@ -148,9 +150,8 @@ def marked(custom_id: str, digest: str) -> dict[str, Any]:
     return {**answer(custom_id), "id": answer_id(digest)}
 
 
-def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_wanted(tmp_path: Path) -> None:
+def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_wanted(tmp_path: Path, path: Path) -> None:
     """Those of an earlier version, which have no digest, count as they are."""
-    path = tmp_path / "out.jsonl"
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     with recovered(path, "abcd") as answers:
@@ -175,17 +176,15 @@ def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_want
     assert sorted(os.listdir(tmp_path)) == ["link.jsonl", "out.jsonl"]
 
 
-def test_a_writer_that_waits_for_a_file_that_is_replaced_does_not_get_it(tmp_path: Path) -> None:
+def test_a_writer_that_waits_for_a_file_that_is_replaced_does_not_get_it(path: Path) -> None:
     """It has the old file open already: what it wrote there would be lost."""
-    path = tmp_path / "out.jsonl"
     with recovered(path, "a") as answers:
         answers.append([marked("a", "0b")])
     with path.open("rb") as old, recovered(path, "a", redo_changed=True), pytest.raises(BlockingIOError):
         fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_where_there_is_no_room_for_the_new_file_the_old_one_stays(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
+def test_where_there_is_no_room_for_the_new_file_the_old_one_stays(tmp_path: Path, path: Path) -> None:
     with recovered(path, "ab") as answers:
         answers.append([marked("a", "0b"), marked("b", "0a")])
     before = path.read_bytes()

@@ -34,6 +34,12 @@ CODE = (
 )
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where the answers are to be."""
+    return tmp_path / "out.jsonl"
+
+
 def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -45,7 +51,7 @@ def nested(depth: int) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any, llm: LLM, tmp_path: Path) -> None:
+def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any, llm: LLM, out: Path) -> None:
     """Greedy and drawn, both urls, several prompts and choices, a seed given and one taken from the custom_id."""
     ids = llm.tokenizer.encode("def f(")
     requests = write(
@@ -55,7 +61,6 @@ def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any
         ("texts", COMPLETIONS, {"prompt": ["class A:", "import "], "n": 2, "seed": 2**64 - 1, "max_tokens": 6}),
         ("chat", CHAT, {"messages": messages("class Stack:"), **GREEDY, "logprobs": True, "top_logprobs": 2}),
     )
-    out = tmp_path / "out.jsonl"
     done = process("batch", str(requests), str(out), code=0)
     assert done.stdout == ""
     # The first process on a machine also says that it measured what passes take.
@@ -84,7 +89,7 @@ def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any
 
 
 def test_refused_requests_have_their_line_and_the_others_their_answer(
-    cli: Any, write: Any, answers_in: Any, tmp_path: Path
+    cli: Any, write: Any, answers_in: Any, out: Path
 ) -> None:
     """Refused by the body, by the tokenizer, by the engine, for want of room, and on the way."""
     no_token_left = {"logit_bias": {str(i): "-inf" for i in range(3)}}
@@ -107,9 +112,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
         ("on the way", COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): -1e999 for i in range(4096)}}, 400, None),
     ]
     fine = [(f"fine {i}", COMPLETIONS, {"prompt": "x =", "max_tokens": 4}) for i in range(3)]
-    refused = [(custom_id, url, body) for custom_id, url, body, _, _ in cases]
-    requests = write(fine[0], *refused, *fine[1:])
-    out = tmp_path / "out.jsonl"
+    requests = write(fine[0], *(case[:3] for case in cases), *fine[1:])
     done = cli("batch", str(requests), str(out), "--kv-cache-tokens", "512", code=2)
     assert done.is_spared, "a garbage collection would stop all requests for a while"
     first = "'stream' was refused: stream=true is not possible: a batch writes whole answers; leave it out\n"
@@ -131,7 +134,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
 
 
 def test_whatever_goes_wrong_in_a_line_ends_that_line(
-    cli: Any, write: Any, answers_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Any, write: Any, answers_in: Any, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is read, and when its answer is made; the others are answered."""
     submit, output = LLM.submit, Request.output
@@ -149,7 +152,6 @@ def test_whatever_goes_wrong_in_a_line_ends_that_line(
     monkeypatch.setattr(LLM, "submit", submitting)
     monkeypatch.setattr(Request, "output", making)
     lines = [(name, COMPLETIONS, {"prompt": name, "max_tokens": 3}) for name in ("one", "two", "three", "four")]
-    out = tmp_path / "out.jsonl"
     cli("batch", str(write(*lines)), str(out), code=2)
     answers = answers_in(out)
     assert [answers[name]["status_code"] for name, _, _ in lines] == [200, 500, 500, 200]
@@ -173,10 +175,10 @@ def num_lines(path: Path) -> int:
 
 @pytest.mark.once("kills, whatever the speculation")
 def test_killed_at_any_moment_a_run_goes_on(
-    start: Any, process: Any, write: Any, answers_in: Any, llm: LLM, tmp_path: Path
+    start: Any, process: Any, write: Any, answers_in: Any, llm: LLM, out: Path
 ) -> None:
     """kill -9 at two random moments; then every request is answered exactly once, and as if nothing had been."""
-    requests, out = write(*many()), tmp_path / "out.jsonl"
+    requests = write(*many())
     moments = sorted(random.sample(range(1, 21), 2))
     kept = b""
     for moment in moments:
@@ -207,11 +209,11 @@ def test_killed_at_any_moment_a_run_goes_on(
 
 
 @pytest.mark.once("a signal, whatever the speculation")
-def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers_in: Any, out: Path) -> None:
     """It says how to go on; and while the run lives, a second one is kept out. A long request may end until then."""
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
-    requests, out = write(*short, *long), tmp_path / "out.jsonl"
+    requests = write(*short, *long)
     command = [sys.executable, "-m", "forerun", "batch", str(requests), str(out)]
     env = {**os.environ, **environment(), "FORERUN_TARGET": "shipped", "TERM": "xterm-256color", "COLUMNS": "100"}
     child = processes.spawn(command, encoding="utf-8", timeout=90, env=env, dimensions=(24, 100))
@@ -228,7 +230,7 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers
     assert {"short-0", "short-1"} <= answers_in(out).keys()
 
 
-def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in: Any, tmp_path: Path) -> None:
+def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in: Any, out: Path) -> None:
     """Another body or url is another request; the order of keys and white space are not."""
 
     def requests(second: str, third: str) -> Path:
@@ -240,7 +242,6 @@ def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in:
 
     third = '{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "é", "max_tokens": 2}}\n'
     same = '{ "body":{"max_tokens":2,"prompt":"\\u00e9"},"url":"/v1/completions","method":"POST", "custom_id":"c" }\n'
-    out = tmp_path / "out.jsonl"
     cli("batch", str(requests("def f(", third)), str(out), code=0)
     before, content = answers_in(out), out.read_bytes()
     again = cli("batch", str(requests("def f(", same)), str(out), "--target", "nowhere", code=0)
@@ -251,18 +252,17 @@ def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in:
     assert "has answers to 1 request ('b') that ask something else now: give --redo-changed" in done.stderr
     done = cli("batch", changed, str(out), "--redo-changed", code=0)
     assert done.stderr.startswith("asked again: 1 request ('b')\n[3 requests: 3 answered, 0 refused; 2 of ")
-    after = answers_in(out)
-    assert {custom_id for custom_id in "abc" if after[custom_id] != before[custom_id]} == {"b"}
+    assert {custom_id for custom_id, answer in answers_in(out).items() if answer != before[custom_id]} == {"b"}
     cli("batch", changed, str(out), "--target", "nowhere", code=0)
 
 
 def test_a_display_says_that_the_model_is_loaded(
-    cli: Any, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Any, write: Any, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = list[bool]()
     monkeypatch.setattr("forerun.cli.waiting.loading", lambda opened: nullcontext(loaded.append(opened.is_shipped)))
     requests = write(("a", COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
-    cli("batch", str(requests), str(tmp_path / "out.jsonl"), code=0)
+    cli("batch", str(requests), str(out), code=0)
     assert loaded == [True]
 
 
@@ -285,18 +285,15 @@ def test_a_model_may_be_called_anything_unless_its_name_is_said(
 
 
 def test_refused_requests_are_asked_again_where_that_is_wanted(
-    cli: Any, write: Any, answers_in: Any, tmp_path: Path
+    cli: Any, write: Any, answers_in: Any, out: Path
 ) -> None:
     """By another configuration, or with another body; answers that are there stay as they are."""
 
     def requests(rule: str) -> str:
         body = {"prompt": "x = ", "max_tokens": 2}
-        large = {**body, "max_tokens": 700, "stop": ["="]}
-        return str(
-            write(("a", COMPLETIONS, body), ("b", COMPLETIONS, large), ("c", COMPLETIONS, {**body, "acceptance": rule}))
-        )
+        bodies = {"a": body, "b": {**body, "max_tokens": 700, "stop": ["="]}, "c": {**body, "acceptance": rule}}
+        return str(write(*((custom_id, COMPLETIONS, asked) for custom_id, asked in bodies.items())))
 
-    out = tmp_path / "out.jsonl"
     done = cli("batch", requests("always"), str(out), "--kv-cache-tokens", "512", code=2)
     assert "[3 requests: 1 answered, 2 refused; " in done.stderr
     before = answers_in(out)
@@ -310,9 +307,8 @@ def test_refused_requests_are_asked_again_where_that_is_wanted(
 
 
 @pytest.mark.once("nothing is run")
-def test_answers_of_an_earlier_version_count_as_they_are(cli: Any, write: Any, tmp_path: Path) -> None:
+def test_answers_of_an_earlier_version_count_as_they_are(cli: Any, write: Any, out: Path) -> None:
     requests = write(("a", COMPLETIONS, {"prompt": "x"}))
-    out = tmp_path / "out.jsonl"
     line = {"id": "batch_req_0123456789abcdef01234567", "custom_id": "a", "response": {"status_code": 200}}
     out.write_text(json.dumps(line) + "\n", encoding="utf-8")
     for flags in ((), ("--redo-changed",)):
@@ -369,9 +365,8 @@ def test_the_first_malformed_lines_are_named(refused: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.once("nothing is run")
-def test_wrong_outputs_and_models_without_a_template(refused: Any, write: Any, tmp_path: Path) -> None:
+def test_wrong_outputs_and_models_without_a_template(refused: Any, write: Any, out: Path) -> None:
     requests = write(("a", CHAT, {"messages": messages("x")}))
-    out = tmp_path / "out.jsonl"
     before = requests.read_bytes()
     said = refused("batch", str(requests), str(requests), "--target", "nowhere")
     assert "is not an answer of forerun batch: name the output file" in said

@@ -15,12 +15,8 @@ from forerun.serve.apis.openai import CHAT, COMPLETIONS
 from forerun.serve.apis.responses import RESPONSES
 from serve.running import Running
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 8}},
-    "required": ["n"],
-}
-SCHEMA["additionalProperties"] = False
+FIELDS: Any = {"n": {"type": "integer", "minimum": 3, "maximum": 8}}
+SCHEMA: Any = {"type": "object", "properties": FIELDS, "required": ["n"], "additionalProperties": False}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -61,14 +57,10 @@ def test_each_way_to_ask_becomes_a_field(url: str, asked: dict[str, Any], means:
 
 
 def test_a_server_answers_in_the_form_that_is_asked_for(client: Any) -> None:
+    form = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    asked: Any = {"model": "shipped", "prompt": "x = ", "max_tokens": 100, "extra_body": form}
     for temperature in (0.0, 1.0):
-        answer = client.completions.create(
-            model="shipped",
-            prompt="x = ",
-            max_tokens=100,
-            temperature=temperature,
-            extra_body={"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-        )
+        answer = client.completions.create(temperature=temperature, **asked)
         jsonschema.validate(json.loads(answer.choices[0].text), SCHEMA)
         assert answer.choices[0].finish_reason == "stop"
     chat = client.chat.completions.create(

@@ -8,6 +8,7 @@ import pytest
 from forerun.serve import kept
 from forerun.serve.bodies import Refused
 from forerun.serve.kept import Kept
+from refusals import refusal
 
 pytestmark = pytest.mark.once("no engine runs")
 
@@ -20,10 +21,8 @@ def test_a_body_is_extended_by_the_conversation_before() -> None:
     memory = Kept()
     memory.put("me", response("resp_1"), b'[{"role":"user","content":"a"}]')
     body = json.dumps({"input": "b", "previous_response_id": "resp_1"}).encode()
-    extended = json.loads(memory.extend("me", body))
-    assert [item["content"] for item in extended["input"]] == ["a", "x", "b"]
-    with pytest.raises(Refused, match="is not kept here"):
-        memory.extend("you", body)
+    assert [item["content"] for item in json.loads(memory.extend("me", body))["input"]] == ["a", "x", "b"]
+    assert "is not kept here" in refusal(Refused, memory.extend, "you", body)
     others = (
         '{"input": "b"}',
         '{"previous_response_id": no',
@@ -45,8 +44,7 @@ def test_references_stand_for_the_items_of_kept_responses() -> None:
     assert json.loads(memory.extend("me", body))["input"] == [asked, said, call, result]
     goes_on = json.dumps({"input": [refers[1], result], "previous_response_id": "resp_1a"}).encode()
     assert json.loads(memory.extend("me", goes_on))["input"] == [said, call, call, result]
-    with pytest.raises(Refused, match=r"input\[1\] refers to 'msg_1a', which is not kept here"):
-        memory.extend("you", body)
+    assert "input[1] refers to 'msg_1a', which is not kept here" in refusal(Refused, memory.extend, "you", body)
     for unknown in ("fc_1a_2", "fc_2b", "fc", "", None, 7):
         with pytest.raises(Refused, match="send the item itself"):
             memory.extend("me", json.dumps({"input": [{"type": "item_reference", "id": unknown}]}).encode())
@@ -71,5 +69,4 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (memory._num_bytes, len(memory._kept)) == (0, 0)
     memory.put("me", response("old"), b"[]")
     now_s = kept.MOST_AGE_S + 1
-    with pytest.raises(Refused, match="unless store is false"):
-        memory.get("me", "old")
+    assert "unless store is false" in refusal(Refused, memory.get, "me", "old")

@@ -152,9 +152,8 @@ def test_what_is_refused_is_refused_in_a_sentence(client: client_of_ollama.Clien
         with pytest.raises(client_of_ollama.ResponseError, match=sentence) as refused:
             call()
         assert refused.value.status_code == status
-    assert server.http.post(ollama.SHOW, json={}).json() == {
-        "error": "there is no model: name one of those that /api/tags lists"
-    }
+    nameless = server.http.post(ollama.SHOW, json={}).json()
+    assert nameless == {"error": "there is no model: name one of those that /api/tags lists"}
     assert isinstance(server.http.post(ollama.CHAT, content=b"{").json()["error"], str)
 
 
@@ -169,8 +168,7 @@ def test_tools_are_called_and_their_results_read(with_tools: Running) -> None:
     """The model is held to the text of a call; the client reads it, whole and from the lines of a stream."""
     options = GREEDY | {"num_predict": 64}
     body = {"model": "agent", "messages": HELLO, "tools": [ADD], "options": options, "think": False, "regex": CALL}
-    answer = with_tools.http.post(ollama.CHAT, json={**body, "stream": False}).json()
-    whole = client_of_ollama.ChatResponse(**answer)
+    whole = client_of_ollama.ChatResponse(**with_tools.http.post(ollama.CHAT, json={**body, "stream": False}).json())
     (call,) = whole.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", {"a": 17})
     assert (whole.message.content, whole.done_reason) == ("", "stop")
@@ -212,10 +210,8 @@ def test_a_model_is_unloaded_in_words_alone() -> None:
         *((none, "unload") for none in (0, 0.0, "0", "0s", "0.0m")),
         *((some, "load") for some in (None, -1, 5, False, "", "5m", "10", "0x", [], {})),
     ):
-        for job in (
-            read(messages=[], keep_alive=keep_alive),
-            read(ollama.GENERATE, prompt="", keep_alive=keep_alive),
-        ):
+        for url, empty in ((ollama.CHAT, {"messages": []}), (ollama.GENERATE, {"prompt": ""})):
+            job = read(url, **empty, keep_alive=keep_alive)
             assert ollama.answer(job, [], NOTHING_TO_READ, "", 0)["done_reason"] == word, keep_alive
             end = ollama.Stream(job, [], NOTHING_TO_READ, "", 0).end([])
             assert json.loads(end)["done_reason"] == word, keep_alive
@@ -309,7 +305,6 @@ def test_the_document_and_the_checks_have_one_list_of_options(url: str) -> None:
             assert read(url, options={name: value})
     for wrong in ({"vocab_only": True}, {"num_ctx": 0}, {"num_ctx": "big"}, {"mirostat": 2}, {"new_option": 1}):
         assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
-        with pytest.raises(
-            Refused, match=r"new_option" if "new_option" in wrong else r"^options\.\w+=.* is not possible"
-        ):
+        said = r"new_option" if "new_option" in wrong else r"^options\.\w+=.* is not possible"
+        with pytest.raises(Refused, match=said):
             read(url, options=wrong)

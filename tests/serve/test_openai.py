@@ -37,13 +37,13 @@ def test_defaults_are_those_of_the_api() -> None:
     assert read(CHAT).params == SamplingParams(max_tokens=None)
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
     for url in (CHAT, COMPLETIONS):
-        job = generating()[url].job(
-            {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given
-        )
+        asked = {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}
+        job = generating()[url].job(asked, "small", given)
         assert job.params == SamplingParams(**given)
         assert (job.model, job.stream, job.include_usage) == ("small", False, False)
 
 
+BEAMS = {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5}
 HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0, "top_p": 0.5, "n": 3, "seed": 7}, {"temperature": 0, "top_p": 0.5, "n": 3, "seed": 7}),
     ({"stop": "a"}, {"stop": ("a",)}),
@@ -57,10 +57,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bad_words": ["x"], "stop_token_ids": [5]}, {"bad_words": ("x",), "stop_token_ids": (5,)}),
     ({"acceptance": "ratio", "draft": "none"}, {"acceptance": "ratio", "draft": "none"}),
     ({"spec_length": 2}, {"spec_length": 2}),
-    (
-        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
-        {"num_beams": 3, "draft_beams": 4, "temperature": 0, "early_stopping": "never", "length_penalty": 0.5},
-    ),
+    (BEAMS, BEAMS),
     ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
     ({"prediction": {"type": "content", "content": "ab"}}, {"prediction": "ab"}),
     ({"prediction": {"type": "content", "content": [{"type": "text", "text": t} for t in "ab"]}}, {"prediction": "ab"}),
@@ -73,8 +70,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("body", "fields"), HONOURED, ids=lambda value: "-".join(value))
 def test_fields_become_sampling_params(url: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
-    longest = None if url == CHAT else 16
-    assert read(url, **body).params == SamplingParams(**{"max_tokens": longest, **fields})
+    assert read(url, **body).params == SamplingParams(**{"max_tokens": None if url == CHAT else 16, **fields})
 
 
 def test_every_field_of_sampling_params_can_be_said() -> None:
@@ -112,8 +108,7 @@ def test_prompts_and_conversations() -> None:
 def test_what_changes_nothing_is_taken() -> None:
     chat = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
     assert read(CHAT, **chat).params == SamplingParams(max_tokens=None)
-    written_out = {"response_format": {"type": "text", "json_schema": None}, "reasoning": None}
-    assert read(CHAT, **written_out) == read(CHAT)
+    assert read(CHAT, response_format={"type": "text", "json_schema": None}, reasoning=None) == read(CHAT)
     assert read(CHAT, verbosity="low").ignored == ("verbosity",)
     assert read(COMPLETIONS, echo=False, suffix="", best_of=2, n=2).params == SamplingParams(max_tokens=16, n=2)
     job = read(CHAT, stream=True, stream_options={"include_usage": True})
@@ -320,8 +315,7 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
 
 @pytest.mark.speculation("off", "auto")
 def test_logprobs_spell_the_text(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=30, seed=3, logprobs=2)
-    output = llm.generate("def f(x):\n    return", params)[0]
+    output = llm.generate("def f(x):\n    return", SamplingParams(max_tokens=30, seed=3, logprobs=2))[0]
     text = completion_answer(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]
     assert "".join(text["tokens"]) == output.text
     placed = zip(text["text_offset"], text["tokens"], strict=True)

@@ -21,9 +21,8 @@ def respond(**body: Any) -> Job:
 
 
 def message(**body: Any) -> Job:
-    return generating()[messages.MESSAGES].job(
-        {"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",)
-    )
+    asked = {"messages": HELLO, "max_tokens": 5, **body}
+    return generating()[messages.MESSAGES].job(asked, "small", served_names=("small",))
 
 
 def test_a_developer_is_the_system_of_templates() -> None:

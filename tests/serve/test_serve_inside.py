@@ -438,12 +438,8 @@ async def test_patience() -> None:
 async def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
     async with served(LLM(checkpoints / "llama", **llm_options())) as (client, _):
         hello = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-        for url, body in (
-            ("/v1/chat/completions", hello),
-            ("/v1/messages", hello),
-            ("/v1/messages/count_tokens", hello),
-            ("/v1/responses", {"input": "x"}),
-        ):
+        bodies = dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"), hello)
+        for url, body in {**bodies, "/v1/responses": {"input": "x"}}.items():
             assert_refused(await client.post(url, json=body), "chat template")
         assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 

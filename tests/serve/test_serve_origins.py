@@ -21,6 +21,7 @@ from forerun.serve.options import ServerOptions
 from forerun.serve.origins import Origins
 from forerun.serve.server import origins_of
 from forerun.serve.service import Service, Services
+from refusals import refusal
 from serve.running import CODE, JSON, Running, assert_refused, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
@@ -122,11 +123,9 @@ def test_origins() -> None:
     with pytest.raises(Refused, match=r"where a proxy with that address does not pass its Host on.*--allow-origin"):
         Origins().check("POST", "/", {**HEADERS, b"origin": b"https://chat.example.org"})
     for wrong in ("chat.example.org", "https://", "https://a/b", ""):
-        with pytest.raises(BadOption, match="--allow-origin"):
-            Origins.parse([wrong])
+        assert "--allow-origin" in refusal(BadOption, Origins.parse, [wrong])
     for wrong in ("https://a", "a:80", "a/b", "a b", ""):
-        with pytest.raises(BadOption, match="--allow-host"):
-            Origins.parse([], [wrong])
+        assert "--allow-host" in refusal(BadOption, Origins.parse, [], [wrong])
 
 
 def test_a_public_server_without_a_key_is_called_by_addresses_and_names_of_its_machine(
@@ -184,9 +183,7 @@ def test_default_ports_and_names_of_this_machine_are_one_origin(origin: str, hos
 
 async def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read() -> None:
     """Also where the engine has failed: then the reason is for those who call the server by its own name."""
-    llm = LLM("shipped", draft="none", max_batch_size=1)
-
-    service = Services([Service(llm, ("small",))])
+    service = Services([Service(LLM("shipped", draft="none", max_batch_size=1), ("small",))])
     app = httpx.ASGITransport(make_app(service, origins=origins_of(ServerOptions(host="0.0.0.0"))))
     try:
         async with httpx.AsyncClient(transport=app, base_url="http://evil.example", timeout=60) as client:

@@ -17,20 +17,13 @@ from serve.running import Running, assert_refused, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 TEMPLATE = str(Path(__file__).parent / "tools.jinja")
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+FIELDS = {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": list(FIELDS), "additionalProperties": False}
 WEATHER = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
 NOW = {"name": "now", "description": "Tells the time.", "parameters": {"type": "object", "additionalProperties": False}}
 ASKED: Any = [{"role": "user", "content": "Is it warm in Rome?"}]
-CHAT: Any = {
-    "model": "shipped",
-    "tools": [{"type": "function", "function": one} for one in (WEATHER, NOW)],
-    "temperature": 0,
-}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, NOW)]
+CHAT: Any = {"model": "shipped", "tools": TOOLS, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +64,7 @@ def test_the_tokens_of_a_chat_with_tools_are_those_of_its_prompt(client: Any, se
         return list(answer.raise_for_status().json()["tokens"])
 
     usage = client.chat.completions.create(messages=ASKED, max_tokens=1, **CHAT).usage
-    assert len(ids(tools=CHAT["tools"])) == usage.prompt_tokens > len(ids())
+    assert len(ids(tools=TOOLS)) == usage.prompt_tokens > len(ids())
     thinking = ids(chat_template_kwargs={"enable_thinking": True})
     begun = ids(add_generation_prompt=False)
     assert ids()[: len(begun)] == thinking[: len(begun)] == begun
@@ -88,9 +81,7 @@ def test_a_chat_must_call_some_tool_or_several(client: Any) -> None:
             assert call.type == "function"
             schemas = {"weather": SCHEMA, "now": NOW["parameters"]}
             jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
-    several = client.chat.completions.create(
-        messages=ASKED, n=2, **{**CHAT, "tool_choice": "required", "max_tokens": 80}
-    )
+    several = client.chat.completions.create(messages=ASKED, n=2, tool_choice="required", max_tokens=80, **CHAT)
     assert all(choice.message.tool_calls for choice in several.choices)
 
 
@@ -115,8 +106,7 @@ def test_long_bodies_are_read_aside(client: Any) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     answer = client.chat.completions.create(**{**CHAT, "messages": long, "tool_choice": choice, "max_tokens": 64})
     (call, *_) = answer.choices[0].message.tool_calls or ()
-    assert call.type == "function"
-    assert call.function.name == "weather"
+    assert (call.type, call.function.name) == ("function", "weather")
 
 
 def test_choices_that_contradict(client: Any) -> None:
@@ -138,21 +128,15 @@ def test_choices_that_contradict(client: Any) -> None:
 
 def test_reasoning_that_the_template_begins(client: Any) -> None:
     """All that is written is thought, until its end: the small model has none. A call must come behind it."""
-    asked: Any = {
-        "messages": ASKED,
-        "temperature": 0,
-        "max_tokens": 8,
-        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
-    }
-    whole = client.chat.completions.create(model="shipped", **asked)
+    chat: Any = {"model": "shipped", "messages": ASKED, "temperature": 0, "max_tokens": 8}
+    asked = {**chat, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    whole = client.chat.completions.create(**asked)
     thought = (whole.choices[0].message.model_extra or {})["reasoning_content"]
     assert (bool(thought), whole.choices[0].message.content) == (True, "")
     assert whole.usage.completion_tokens_details.reasoning_tokens in (7, 8)  # white space before it is none
-    pieces = [chunk.choices[0].delta for chunk in client.chat.completions.create(model="shipped", stream=True, **asked)]
+    pieces = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **asked)]
     assert "".join((piece.model_extra or {}).get("reasoning_content", "") for piece in pieces) == thought
-    effort = client.chat.completions.create(
-        model="shipped", reasoning_effort="high", messages=ASKED, max_tokens=8, temperature=0
-    )
+    effort = client.chat.completions.create(reasoning_effort="high", **chat)
     assert (effort.choices[0].message.model_extra or {})["reasoning_content"] == thought
     response = client.responses.create(
         model="shipped", input=ASKED, reasoning={"effort": "low"}, max_output_tokens=8, temperature=0
@@ -311,22 +295,21 @@ def test_agents_need_no_flag(server: Running) -> None:
 
 def test_from_python() -> None:
     llm = LLM("shipped", chat_template=TEMPLATE)
-    tools = CHAT["tools"]
     params = SamplingParams(temperature=0, max_tokens=80)
-    out = llm.chat(ASKED, params, tools=tools, tool_choice="weather", parallel_tool_calls=False)[0]
+    out = llm.chat(ASKED, params, tools=TOOLS, tool_choice="weather", parallel_tool_calls=False)[0]
     (call,) = out.tool_calls
     assert (call.name, out.content) == ("weather", "")
     checked(call.arguments)
     result = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
-    prompt = llm.apply_chat_template([*ASKED, out.message, result], tools=tools)
+    prompt = llm.apply_chat_template([*ASKED, out.message, result], tools=TOOLS)
     assert f'"arguments": {json.dumps(call.values())}' in llm.tokenizer.decode(prompt)
-    form = llm.answer_form(tools, "now", False)
-    chunks = list(llm.stream(llm.apply_chat_template(ASKED, tools=tools), params, answer_form=form))
+    form = llm.answer_form(TOOLS, "now", False)
+    chunks = list(llm.stream(llm.apply_chat_template(ASKED, tools=TOOLS), params, answer_form=form))
     assert [one.name for one in chunks[-1].output.tool_calls] == ["now"]
     assert [part for chunk in chunks for part in chunk.parts or ()] == chunks[-1].output.tool_calls
     with pytest.raises(BadOption, match="tool_choice='sing' is not possible: the tools are weather, now"):
-        llm.chat(ASKED, params, tools=tools, tool_choice="sing")
-    assert not llm.chat(ASKED, params, tools=tools, tool_choice="none")[0].tool_calls
+        llm.chat(ASKED, params, tools=TOOLS, tool_choice="sing")
+    assert not llm.chat(ASKED, params, tools=TOOLS, tool_choice="none")[0].tool_calls
     llm.close()
     with LLM("shipped") as plain, pytest.raises(BadOption, match="does not know tools"):
-        plain.chat(ASKED, params, tools=tools)
+        plain.chat(ASKED, params, tools=TOOLS)

@@ -49,8 +49,7 @@ def prompts() -> list[str]:
 
 def ask(server: Running, prompt: str) -> tuple[str, int]:
     """The answer of a server, and how many tokens it had from disk."""
-    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
-    answer = server.http.post("/v1/completions", json=body)
+    answer = server.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6, "temperature": 0})
     assert answer.status_code == 200, answer.text
     said = answer.json()
     return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"].get("disk_tokens", 0)

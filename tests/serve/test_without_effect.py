@@ -324,8 +324,7 @@ def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) ->
     shared = Texts(texts.options, Tokenizer.load(SHIPPED_TARGET))
     with pytest.raises(OnlyAside):
         tokenize(shared, {"content": text, "parse_special": False})
-    plain = {"content": "plain", "parse_special": False}
-    assert tokenize(shared, plain) == tokenize(texts, {"content": "plain"})
+    assert tokenize(shared, {"content": "plain", "parse_special": False}) == tokenize(texts, {"content": "plain"})
 
 
 def test_fields_of_an_answer_are_chosen() -> None:

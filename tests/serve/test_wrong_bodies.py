@@ -144,13 +144,11 @@ def test_tools_of_a_template_that_knows_none() -> None:
                 own.read(with_bodies()[openai.CHAT], {**body, "tool_choice": choice})
 
 
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 CONVERSATIONS: dict[str, dict[str, Any]] = {
-    openai.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    **dict.fromkeys((openai.CHAT, messages.COUNT_TOKENS, ollama.CHAT, TOKENIZE), HELLO),
     responses.RESPONSES: {"input": "hi"},
-    messages.MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
-    messages.COUNT_TOKENS: {"messages": [{"role": "user", "content": "hi"}]},
-    ollama.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
-    TOKENIZE: {"messages": [{"role": "user", "content": "hi"}]},
+    messages.MESSAGES: {**HELLO, "max_tokens": 1},
 }
 
 
