@@ -189,7 +189,6 @@ class Driven:
             wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
             for held, layer in self._layers():
                 rows = self.cache.rows(slot, 0, len(kept), self.cache.shape.kind_of(layer))
-                first = 0
                 first = self.first_seen(layer, len(kept))
                 assert held[rows, 0, 0].astype(int).tolist()[first:] == wanted[first:]
 

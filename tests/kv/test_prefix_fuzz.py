@@ -135,8 +135,7 @@ class Lives:
             return
         assert free - self.d.cache.free_tokens() == BLOCK * is_partial
         self.seen.add("forked")
-        kept = self.d.kept[slot]
-        self.tokens[new_slot] = [*kept, *self.some(1, 6)]
+        self.tokens[new_slot] = [*self.d.kept[slot], *self.some(1, 6)]
 
     def publish(self, slot: int) -> None:
         """Publish all committed tokens, or as many as a caller says."""
