@@ -95,8 +95,7 @@ class Track:
 
     def num_changes(self, b: int, first: int) -> int:
         """How often the length of one sequence changed from a step on."""
-        lengths = [granted[b] for granted in self.granted[first:]]
-        return sum(p != q for p, q in itertools.pairwise(lengths))
+        return sum(p != q for p, q in itertools.pairwise(granted[b] for granted in self.granted[first:]))
 
 
 Alpha = Callable[[int, int], float]  # (step, sequence) -> acceptance of one token

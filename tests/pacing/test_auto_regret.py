@@ -43,8 +43,7 @@ def test_batches():
 def test_always_wrong(num, curve, draft):
     """A drafter that is never right costs less than 2 % of plain decoding."""
     world = World(lambda step, b: 0.0, num, Machine(curve, pass_s=0.002), seed=num, draft=draft)
-    num_steps = STEPS if num == 1 else 500
-    assert world.paced(num_steps).rate() / fixed_rate(world, 0, 0, 1) >= 0.98
+    assert world.paced(STEPS if num == 1 else 500).rate() / fixed_rate(world, 0, 0, 1) >= 0.98
 
 
 def bursty(step: int, b: int) -> float:
@@ -91,9 +90,8 @@ def test_requests_come_and_go():
     world = World(lambda step, b: 0.75, machine=Machine(CPU, pass_s=0.002), batch=batch)
     track = world.paced(1600)
     for length in range(8):  # seconds that it takes to emit as much in each stretch
-        seconds = 0.0
-        for first in range(0, 1600, 40):
-            seconds += sum(track.tokens[first : first + 40]) / fixed_rate(world, length, first, first + 1)
+        rates = {first: fixed_rate(world, length, first, first + 1) for first in range(0, 1600, 40)}
+        seconds = sum(sum(track.tokens[first : first + 40]) / rate for first, rate in rates.items())
         assert seconds >= 0.98 * sum(track.seconds)
 
 

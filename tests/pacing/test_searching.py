@@ -48,11 +48,9 @@ class Machine:
         return sum(self.tokens[first:]) * STEP_S / sum(self.seconds[first:]) / len(self.seqs)
 
     def _step(self, step: int) -> None:
-        granted = self.pacing.budget(self.seqs, [16] * len(self.seqs))
-        stops = self.pacing.stops(self.seqs, granted)
+        stops = self.pacing.stops(self.seqs, self.pacing.budget(self.seqs, [16] * len(self.seqs)))
         rounds = list[SequenceStep]()
-        num_searched = 0
-        num_nodes = 0
+        num_searched = num_nodes = 0
         for b, seq in enumerate(self.seqs):
             stop: Stop | None = stops.get(b)
             if stop is not None and self.draft == "model":

@@ -61,8 +61,7 @@ class Texts:
             bins.append(rng.choices(range(len(CONFIDENCES)), self.mix)[0])
             if stop is not None and not stop.goes_on(CONFIDENCES[bins[-1]]):
                 break
-        num = next((i for i, at in enumerate(bins) if rng.random() > self.right[at]), len(bins))
-        return bins, num
+        return bins, next((i for i, at in enumerate(bins) if rng.random() > self.right[at]), len(bins))
 
     def rate(self, length: int | None, num_steps: int = 3000, seed: int = 0) -> float:
         """Tokens per pass of one row, with a fixed length or with `auto`."""
@@ -289,8 +288,7 @@ def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
 def test_a_search_that_finds_the_wrong_tokens_is_a_loss() -> None:
     """What its rows took is owed, too; what it finds pays for rounds in which it found nothing."""
     reading = Reading(gain=0.5)
-    found = Stop([1.0] * 7, [0.1, 0.2, 0.3])
-    stop = Stop([1.0] * 7, [], is_shut=True, search=found)
+    stop = Stop([1.0] * 7, [], is_shut=True, search=Stop([1.0] * 7, [0.1, 0.2, 0.3]))
     reading.observe(stop, 3, 0)
     assert reading.owed == pytest.approx(1.1)
     reading.observe(stop, 3, 1)

@@ -85,8 +85,7 @@ def at_most(num: int) -> Accepts:
 def test_a_test_phase_climbs_to_the_best_length(num_right, tried, best):
     granted = lengths(policy(), at_most(num_right), (len(tried) + 1) * TEST_ROUNDS + SET_ROUNDS)
     assert trials(granted, len(tried)) == tried
-    set_phase = granted[len(tried) * TEST_ROUNDS :][:SET_ROUNDS]
-    assert set_phase == [best] * SET_ROUNDS
+    assert granted[len(tried) * TEST_ROUNDS :][:SET_ROUNDS] == [best] * SET_ROUNDS
     assert granted[len(tried) * TEST_ROUNDS + SET_ROUNDS] == (best or 1), (
         "the next one begins with the best of the last"
     )
