@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
 from benchmarks.random_file import add_key, finish
-from forerun.blocks import Plain, Recurrence, Rope, Spec
+from forerun.blocks import Plain, Recurrence, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
 from forerun.models.naming import Place, places
@@ -250,7 +250,10 @@ def _held(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 def write_tiny_model(path: Path) -> Path:
     """A random llama of a few thousand weights of 4 bits over 258 ids."""
     config = Plain("llama", 258, 64, 1, 4, 2, 16, 96, 1e-5, 256).spec
-    return write_random(path, config, lambda name: "Q4_0")
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(s, generator=generator) * 0.1 for name, s in weight_shapes(config).items()}
+    write_model(path, config, weights, lambda name: "Q4_0")
+    return path
 
 
 def usual(spec: Spec, arch: str) -> dict[str, Any]:
