@@ -1,6 +1,8 @@
 """Mixed requests for one engine, and the same requests alone, whose outputs must be equal."""
 
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +121,12 @@ def at_work(engine: Engine, *requests: Request) -> None:
     """Step until all of them decode."""
     while not all(request.report.num_steps for request in requests):
         engine.step()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Wait for what other threads do; the limit of all tests ends it, if at all."""
+    while not is_so():
+        time.sleep(0.001)
 
 
 def interrupt(engine: Engine, requests: list[Request], at: Request) -> None:

@@ -44,8 +44,7 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
     engine = engine_with(128, prefill_chunk_tokens=8, prefix_caching=False)
     first = engine.add([1] * 70, greedy(10))
     engine.step()
-    second = engine.add([2] * 60, greedy(4))
-    waits_for(engine, second, first)
+    waits_for(engine, engine.add([2] * 60, greedy(4)), first)
 
 
 @pytest.mark.once("about plain decoding")
@@ -227,8 +226,7 @@ def test_what_is_found_when_a_request_comes_back_is_not_counted_as_its_prompt() 
     late = engine.add([i % 7 for i in range(40)], greedy(20, priority=1))
     while late.seq.num_output_tokens < 4:
         engine.step()
-    urgent = engine.add([1, 2], greedy(2))
-    run(engine, [late, urgent])
+    run(engine, [late, engine.add([1, 2], greedy(2))])
     assert late.report.num_preemptions == 1
     assert engine.runner.cache.prefix_hit_tokens > 0
     assert late.report.num_cached_tokens == 0

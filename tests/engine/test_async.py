@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from typing import Any, Self
 import pytest
 
 import processes
-from engine.load import assert_empty, caches
+from engine.load import assert_empty, caches, wait_for
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native, verify
 from forerun.engine.loop import Loop
 from forerun.engine.request import Chunk, Request
@@ -36,8 +36,15 @@ needs_native = pytest.mark.skipif(native.isa() == "reference", reason="torch's t
 
 
 @pytest.fixture(scope="module")
-def llm(speculation: str | None) -> LLM:
+def shared(speculation: str | None) -> LLM:
     return LLM("shipped", **llm_options())
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """The LLM of all tests, in which each of them must leave nothing behind."""
+    yield shared
+    assert_idle(shared)
 
 
 def params(max_tokens: int = 24, **more: Any) -> SamplingParams:
@@ -68,12 +75,10 @@ def test_an_asynchronous_stream_is_the_stream(llm: LLM) -> None:
     assert "".join(c.text for c in found) == "".join(c.text for c in expected)
     assert [t for c in found for t in c.token_ids] == [t for c in expected for t in c.token_ids]
     if mode() != "auto":
-        assert [(c.text, c.token_ids, c.finish_reason) for c in found] == [
-            (c.text, c.token_ids, c.finish_reason) for c in expected
-        ]
+        pieces = [[(c.text, c.token_ids, c.finish_reason) for c in chunks] for chunks in (found, expected)]
+        assert pieces[0] == pieces[1]
     assert found[-1].finish_reason == expected[-1].finish_reason == "length"
     assert found[-1].output is not None
-    assert_idle(llm)
 
 
 def test_several_streams_share_one_batch_and_each_is_what_it_is_alone(llm: LLM) -> None:
@@ -91,7 +96,6 @@ def test_several_streams_share_one_batch_and_each_is_what_it_is_alone(llm: LLM) 
     assert [[t for c in chunks for t in c.token_ids] for chunks in found] == alone
     assert max(step.num_decoding for step in steps) > 1
     assert len(steps) < steps_alone
-    assert_idle(llm)
 
 
 def test_the_event_loop_is_free_while_a_step_runs(llm: LLM) -> None:
@@ -120,7 +124,6 @@ def test_leaving_a_stream_early_frees_what_it_holds(llm: LLM) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
 
     within_time(leave())
-    assert_idle(llm)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -144,12 +147,10 @@ def test_a_cancelled_task_frees_its_blocks_and_disturbs_no_request(llm: LLM, num
     found = within_time(cancel())
     end()
     assert [t for c in found for t in c.token_ids] == expected
-    assert_idle(llm)
 
 
 def test_errors_reach_the_one_who_asked(llm: LLM) -> None:
     assert "max_seq_len" in refusal(PromptTooLong, within_time, collect(llm, "x " * 5000))
-    assert_idle(llm)
 
 
 def test_threads_share_one_llm(llm: LLM) -> None:
@@ -157,7 +158,6 @@ def test_threads_share_one_llm(llm: LLM) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         found = list(pool.map(lambda prompt: llm.generate(prompt, params())[0].token_ids, PROMPTS))
     assert found == expected
-    assert_idle(llm)
 
 
 def test_a_stream_that_the_collector_closes_inside_a_step_hangs_no_thread(llm: LLM) -> None:
@@ -182,7 +182,6 @@ def test_a_stream_that_the_collector_closes_inside_a_step_hangs_no_thread(llm: L
         gc.enable()
         end()
     assert found == [expected]
-    assert_idle(llm)
 
 
 def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm: LLM) -> None:
@@ -192,7 +191,6 @@ def test_an_asynchronous_stream_whose_loop_is_gone_ends_when_it_is_forgotten(llm
     loop.close()  # its asynchronous generators were not shut down
     del stream
     gc.collect()
-    assert_idle(llm)
 
 
 def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +202,6 @@ def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM, caplog: pytest
     assert "a listener runs inside a step and cannot call the engine" in str(record.exc_info[1])
     end()
     end()  # once more does no harm
-    assert_idle(llm)
 
 
 def test_a_failing_listener_is_dropped_and_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +214,6 @@ def test_a_failing_listener_is_dropped_and_logged(llm: LLM, caplog: pytest.LogCa
     assert [record.message for record in caplog.records] == ["a listener failed and is not called again"]
     for end in ends:
         end()
-    assert_idle(llm)
 
 
 def test_a_listener_that_fails_before_it_is_known_how_to_end_it_is_dropped(
@@ -240,7 +236,6 @@ def test_a_listener_that_fails_before_it_is_known_how_to_end_it_is_dropped(
     assert (texts, len(failures), len(llm.engine._listeners)) == ([expected], 1, num_before)
     assert [record.message for record in caplog.records] == ["a listener failed and is not called again"]
     end()
-    assert_idle(llm)
 
 
 def test_what_would_end_a_thread_ends_no_other_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +248,6 @@ def test_what_would_end_a_thread_ends_no_other_request(llm: LLM, monkeypatch: py
         patch.setattr(llm.engine.runner, "forward", lambda runs: sys.exit(1))
         assert "the step failed: SystemExit" in refusal(InternalError, generated, llm)
     assert generated(llm) == expected
-    assert_idle(llm)
 
 
 def generated(llm: LLM) -> list[int]:
@@ -273,11 +267,9 @@ def test_a_rule_that_fails_for_one_request_ends_that_one(llm: LLM, monkeypatch: 
     monkeypatch.setattr(ratio.module, "rule", lambda *args: 1 // 0)
     requests = llm.submit([PROMPTS[0], "x = 1\n" * 9], wanted)
     assert llm.generate(PROMPTS[0], wanted[0])[0].token_ids == expected
-    while any(request.seq.finish_reason is None for request in requests):
-        time.sleep(0.01)
+    wait_for(lambda: all(request.seq.finish_reason is not None for request in requests))
     assert requests[0].output().token_ids == expected
     assert ("ZeroDivisionError" in str(requests[1].error)) == (mode() != "off")
-    assert_idle(llm)
 
 
 @pytest.mark.parametrize(
@@ -297,14 +289,12 @@ def test_a_rule_that_fails_for_one_request_ends_that_one(llm: LLM, monkeypatch: 
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, call: Any, sentence: str) -> None:
     assert sentence in refusal(BadOption, call, llm)
-    assert_idle(llm)
 
 
 def test_conversations_may_come_from_any_iterable(llm: LLM) -> None:
     turn = {"role": "user", "content": "x = 1"}
     one = llm.chat(iter([turn]), params(4))
-    several = llm.chat(([turn], [turn]), params(4))
-    assert [out.token_ids for out in several] == [one[0].token_ids] * 2
+    assert [out.token_ids for out in llm.chat(([turn], [turn]), params(4))] == [one[0].token_ids] * 2
 
 
 def test_several_outputs_of_one_prompt_stream_mixed(llm: LLM) -> None:
@@ -317,7 +307,6 @@ def test_several_outputs_of_one_prompt_stream_mixed(llm: LLM) -> None:
             assert [token for chunk in own for token in chunk.token_ids] == out.token_ids
             assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == [out.finish_reason]
             assert own[-1].output.index == i
-    assert_idle(llm)
 
 
 def test_requests_carry_their_times(llm: LLM) -> None:
@@ -339,7 +328,6 @@ def test_submitted_requests_tell_how_they_go_on_and_may_be_ended(llm: LLM) -> No
     while dropped.seq.finish_reason is None:
         news.get(timeout=TIMEOUT_S)
     assert (kept.output().token_ids, dropped.seq.finish_reason) == (expected.token_ids, "abort")
-    assert_idle(llm)
 
 
 @pytest.mark.parametrize("num_presses", [1, 3])
@@ -364,7 +352,6 @@ def test_ctrl_c_leaves_the_requests_of_others_alone(llm: LLM, num_presses: int) 
     chunks += list(other)
     assert "".join(chunk.text for chunk in chunks) == expected.text
     assert [t for chunk in chunks for t in chunk.token_ids] == expected.token_ids
-    assert_idle(llm)
 
 
 def test_interrupts_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
@@ -387,7 +374,6 @@ def test_interrupts_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
         signal.signal(signal.SIGALRM, before)
     assert interrupted == 100
     assert llm.generate(PROMPTS[1], params(6))[0].token_ids == expected
-    assert_idle(llm)
 
 
 class Interrupts:
@@ -463,8 +449,7 @@ def test_a_call_is_not_lost_to_a_loop_that_is_closing() -> None:
     loop._post(lambda: go_on.wait(TIMEOUT_S))
     closer = threading.Thread(target=loop.close, daemon=True)
     closer.start()
-    while loop._commands.empty():
-        time.sleep(0.001)
+    wait_for(lambda: not loop._commands.empty())
     loop._post(lambda: closing_too.put(True))
     go_on.set()
     assert closing_too.get(timeout=TIMEOUT_S / 4)
@@ -516,8 +501,7 @@ def in_a_child(work: Callable[[], str]) -> str:
 @needs_native
 def test_a_child_of_fork_goes_on_where_no_step_ran(llm: LLM) -> None:
     expected = llm.generate(PROMPTS[0], params())[0].text
-    while llm._loop._is_busy:  # an answer is there a moment before its step has ended
-        time.sleep(0.001)
+    wait_for(lambda: not llm._loop._is_busy)  # an answer is there a moment before its step has ended
     assert in_a_child(lambda: llm.generate(PROMPTS[0], params())[0].text) == expected
     assert llm.generate(PROMPTS[0], params())[0].text == expected
 
@@ -529,7 +513,6 @@ def test_a_child_of_fork_says_where_a_step_ran(llm: LLM) -> None:
     said = in_a_child(lambda: llm.generate(PROMPTS[1], params())[0].text)
     assert said.startswith("BadOption: this process was forked while its parent's engine was running requests")
     assert sum(len(chunk.token_ids) for chunk in (first, *stream)) == 100
-    assert_idle(llm)
 
 
 @pytest.mark.once("an LLM of its own")
@@ -579,7 +562,6 @@ def test_a_row_of_no_numbers_ends_its_own_request(llm: LLM, monkeypatch: pytest.
         assert requests[0].seq.finish_reason == "abort"
         assert isinstance(requests[0].error, InternalError)
         assert "logits that are no numbers" in str(requests[0].error)
-    assert_idle(llm)
 
 
 @pytest.mark.parametrize("method", ["observe", "end"])
@@ -604,7 +586,6 @@ def test_each_caller_hears_of_the_end_where_a_step_fails_late(
     assert (whole.error, whole.output().token_ids) == (None, expected[0].token_ids)
     assert "the step failed: ZeroDivisionError" in str(cut.error)
     assert [out.token_ids for out in llm.generate(PROMPTS[:2], wanted)] == [out.token_ids for out in expected]
-    assert_idle(llm)
 
 
 @pytest.mark.drafter_fails

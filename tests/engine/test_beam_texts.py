@@ -46,10 +46,9 @@ def test_drafts_change_no_bit_of_a_text_or_a_score(llm: LLM) -> None:
 
 def test_the_score_of_a_text_is_the_sum_of_its_log_probabilities(llm: LLM) -> None:
     (best,) = llm.generate(PROMPTS[1], search(n=1, length_penalty=0.5))
-    forced = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
-    total = 0.0
+    params, total = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20), 0.0
     for i, token in enumerate(best.token_ids):
-        step = llm.generate(best.prompt_ids + best.token_ids[:i], SamplingParams(**{**vars(forced), "logprobs": 20}))
+        step = llm.generate(best.prompt_ids + best.token_ids[:i], params)
         (position,) = step[0].logprobs or []
         total += dict(position.top)[token]
     assert best.cumulative_logprob == pytest.approx(total, abs=1e-4)

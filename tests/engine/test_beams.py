@@ -147,9 +147,8 @@ def test_1080_configurations_find_what_the_target_alone_finds() -> None:
         free = engine.scheduler.free_kv_tokens
         added = []
         for i in part:
-            given = wanted[int(i)]
-            prompt = [1 + int(i) % 4, int(i) % 5, 2]
-            added.append((prompt, search(**given), engine.add_all(prompt, search(**given))))
+            prompt, params = [1 + int(i) % 4, int(i) % 5, 2], search(**wanted[int(i)])
+            added.append((prompt, params, engine.add_all(prompt, params)))
         run(engine, [request for _, _, outputs in added for request in outputs])
         for prompt, params, outputs in added:
             assert_found(outputs, searched(model, prompt, params))
@@ -230,8 +229,7 @@ def test_a_lost_tree_is_fed_in_parts() -> None:
     for _ in range(6):
         engine.step()
     (searcher,) = engine.scheduler.running
-    num_live = len(searcher.search.tree.live())  # type: ignore[union-attr]
-    assert num_live > 4, "the beams have little in common"
+    assert len(searcher.search.tree.live()) > 4, "the beams have little in common"  # type: ignore[union-attr]
     engine.scheduler._preempt(searcher)
     rows: list[tuple[int, int]] = []
     engine.listen(lambda report: rows.append((report.num_rows - report.num_prefill_tokens, report.num_emitted)))
@@ -316,9 +314,8 @@ def test_a_step_that_fails_for_another_request_is_taken_again() -> None:
     failing = [engine.add([2, i], nothing) for i in range(3)]
     run(engine, [*outputs, *failing])
     assert all(request.error is not None for request in failing)
-    expected = searched(model, [1, 2, 3], params, end=None)
     assert [(request.seq.output_ids, request.score) for request in outputs] == [
-        (list(found.tokens), found.penalised) for found in expected
+        (list(found.tokens), found.penalised) for found in searched(model, [1, 2, 3], params, end=None)
     ]
     assert all(len(request.seq.origins) == 12 for request in outputs)
 
@@ -364,8 +361,7 @@ def test_a_drafter_that_knows_one_text_is_refused() -> None:
         engine.add([1], search())
     with pytest.raises(BadOption, match="num_beams=3 is more than max_num_batched_tokens=2"):
         engine_of(model, max_batch_size=2, max_num_batched_tokens=2).add([1], search())
-    with pytest.raises(Exception, match="may grow to"):
-        engine_of(model, num_tokens=32).add([1], search(max_tokens=20))
+    assert "may grow to" in refusal(Exception, engine_of(model, num_tokens=32).add, [1], search(max_tokens=20))
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants

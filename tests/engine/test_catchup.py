@@ -102,23 +102,20 @@ def test_a_sequence_that_is_ready_does_not_wait_for_one_that_is_behind() -> None
     reports = heard(engine)
     behind, ready = engine.add([1] * 90, greedy(20, draft="a")), engine.add([2, 3], greedy(20, draft="a"))
     run(engine, [behind, ready])
-    drafted: dict[int, list[int]] = {behind.seq.id: [], ready.seq.id: []}
-    for report in reports:
-        for step in report.sequences:
-            drafted[step.sequence_id].append(step.num_drafted)
-    assert drafted[behind.seq.id][:5] == [0] * 5
-    assert min(drafted[ready.seq.id][:5]) > 0
+    steps = [step for report in reports for step in report.sequences]
+    drafted = [[step.num_drafted for step in steps if step.sequence_id == one.seq.id] for one in (behind, ready)]
+    assert drafted[0][:5] == [0] * 5
+    assert min(drafted[1][:5]) > 0
 
 
 def test_the_engine_paces_catching_up_by_what_it_takes() -> None:
     """As far as the reports allow it: never more than was affordable after the reports so far."""
-    engine, reports = late_engine(catchup_tokens=512), list[StepReport]()
-    own = CatchUp(512)
+    engine, own = late_engine(catchup_tokens=512), CatchUp(512)
+    reports = heard(engine)
 
     def check(report: StepReport) -> None:
         assert sum(draft.num_catchup_tokens for draft in report.drafts.values()) <= own.tokens("a")
         own.observe(report)
-        reports.append(report)
 
     engine.listen(check)
     run(engine, [engine.add([i] * 90, greedy(30, draft="a")) for i in range(4)])

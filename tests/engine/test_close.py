@@ -37,8 +37,7 @@ def test_a_closed_llm_has_ended_its_requests_and_let_go_of_its_weights(tmp_path:
 
 def test_help_says_what_each_field_is() -> None:
     for cls in (SamplingParams, EngineConfig, RequestOutput, Chunk):
-        text = str(cls.__doc__)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             starts = f"{field.name}:", f"{field.name},"
-            line = next(line for line in text.splitlines() if line.strip().startswith(starts))
+            line = next(line for line in str(cls.__doc__).splitlines() if line.strip().startswith(starts))
             assert len(line.split()) > 2, field.name

@@ -87,17 +87,14 @@ def test_shared_beginnings_and_forks(plain: dict[str, list[list[int]]]) -> None:
 def test_what_is_kept_on_disk_comes_back(tmp_path: Path) -> None:
     """Behind a restart the same text, from the folder; an engine with another cache finds nothing there."""
     long, disk = "".join(PROMPTS) * 6, f"80MB:{tmp_path / 'kept'}"
-    first = make(draft="none", kv_disk=disk)
-    expected = texts(first, GREEDY, [long])
-    first.close()
-    second = make(draft="none", kv_disk=disk)
-    output = second.generate([long], GREEDY)[0]
+    with make(draft="none", kv_disk=disk) as first:
+        expected = texts(first, GREEDY, [long])
+    with make(draft="none", kv_disk=disk) as second:
+        output = second.generate([long], GREEDY)[0]
     assert [list(output.token_ids)] == expected
     assert output.report.num_disk_tokens >= 64
-    second.close()
-    other = LLM(SHIPPED_TARGET, draft="none", max_seq_len=512, calibrate=False, kv_disk=disk)
-    assert other.generate([long], GREEDY)[0].report.num_disk_tokens == 0
-    other.close()
+    with LLM(SHIPPED_TARGET, draft="none", max_seq_len=512, calibrate=False, kv_disk=disk) as other:
+        assert other.generate([long], GREEDY)[0].report.num_disk_tokens == 0
 
 
 def test_a_certificate_compares_with_the_same_cache() -> None:

@@ -126,8 +126,7 @@ def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) ->
     with opened(tmp_path, draft="suffix") as made:
         outs = made.generate(asked, SamplingParams(max_tokens=20, temperature=0))
     for source, out in zip(asked, outs, strict=True):
-        wanted = generated(module, source, 19 + num_begun, forced_eos_token_id=None)
-        assert out.token_ids == wanted[num_begun - 1 :]
+        assert out.token_ids == generated(module, source, 19 + num_begun, forced_eos_token_id=None)[num_begun - 1 :]
 
 
 @pytest.mark.parametrize("name", ["Bart", "Marian"])
@@ -155,10 +154,8 @@ def test_a_cut_answer_ends_as_transformers_ends_it(tmp_path: Path, name: str) ->
 
 def test_an_answer_that_begins_as_it_was_told(published: tuple[Any, Path, Path], llm: LLM) -> None:
     module, source = published[0], [5, 80, 7, 9]
-    params = SamplingParams(max_tokens=10, temperature=0, decoder_prompt=[9, 8])
-    (out,) = llm.generate(source, params)
-    wanted = generated(module, source, 10, decoder_input_ids=torch.tensor([[3, 9, 8]]))
-    assert out.token_ids == wanted[2:]
+    (out,) = llm.generate(source, SamplingParams(max_tokens=10, temperature=0, decoder_prompt=[9, 8]))
+    assert out.token_ids == generated(module, source, 10, decoder_input_ids=torch.tensor([[3, 9, 8]]))[2:]
 
 
 def test_drawn_texts_are_plain_decodings(llm: LLM) -> None:
@@ -205,14 +202,12 @@ def test_equal_texts_of_other_sources_share_nothing(published: tuple[Any, Path, 
 
     Some sources here begin like others, by whole blocks.
     """
-    module = published[0]
-    begun = [3, *range(10, 50)]
+    module, begun = published[0], [3, *range(10, 50)]
     params = {"max_tokens": 6, "temperature": 0.0, "draft": "none"}
     texts, long = set(), [*range(60, 108)]
     for source in ([5, 80, 7, 9], [200, 201], [5, 80, 7, 9], long, long[:16], long[:32], [*long[:32], *[200] * 16]):
         (out,) = llm.generate(source, SamplingParams(**params, decoder_prompt=begun[1:]))
-        wanted = generated(module, source, 6, decoder_input_ids=torch.tensor([begun]))
-        assert out.token_ids == wanted[len(begun) - 1 :]
+        assert out.token_ids == generated(module, source, 6, decoder_input_ids=torch.tensor([begun]))[len(begun) - 1 :]
         texts.add(tuple(out.token_ids))
     assert len(texts) > 1
 

@@ -61,8 +61,7 @@ def test_what_is_not_known_and_what_is_too_dear() -> None:
 
 
 def test_the_latest_chunks_count_and_the_usual_step_is_a_median() -> None:
-    slow = dataclasses.replace(DECODING, score_s=1.0)
-    fair = known(3.0, DECODING, DECODING, slow, *[mixed(50, 0.020)] * 9)
+    fair = known(3.0, DECODING, DECODING, dataclasses.replace(DECODING, score_s=1.0), *[mixed(50, 0.020)] * 9)
     assert allowed(fair, 512, 2) == pytest.approx(100 * FIRST_SHARE, abs=1), "one step that was disturbed says nothing"
     fair.observe(mixed(50, 0.5))
     assert allowed(fair, 512, 2) > 65, "nor does one chunk"
@@ -143,10 +142,8 @@ def test_the_promise_holds_for_99_of_100_steps_of_a_noisy_machine(num_tokens: in
 def test_pauses_that_no_chunk_has_made_do_not_make_chunks_smaller() -> None:
     fair = known(3.0, DECODING, *[mixed(50, 0.020)] * 9)
     before = fair._share
-    for _ in range(50):
-        fair.observe(mixed(10, 0.500))
-        fair.observe(mixed(10, 0.012))
-        fair.observe(mixed(10, 0.012))
+    for seconds in (0.500, 0.012, 0.012) * 50:
+        fair.observe(mixed(10, seconds))
     assert fair._share >= before
     for _ in range(50):
         fair.observe(mixed(90, 0.031))
@@ -195,8 +192,7 @@ def test_a_prompt_is_read_in_pieces_beside_others_and_the_texts_are_the_same(
     engine.step()
     engine.listen(lambda step: chunks.append((step.num_prefill_tokens, step.num_prefill_keys)))
     assert run(engine, [first, engine.add(*wanted[1])]) == alone(wanted)
-    read = [tokens for tokens, _ in chunks if tokens]
-    assert read == ([59] if not options else [5] * 11 + [4])
+    assert [tokens for tokens, _ in chunks if tokens] == ([59] if not options else [5] * 11 + [4])
     assert sum(keys for _, keys in chunks) == 59 * 60 // 2, "a row sees all before it, and itself"
     assert [num_decoding for num_decoding in asked if num_decoding] == [1] * (12 if options else 1)
 

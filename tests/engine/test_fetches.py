@@ -2,15 +2,14 @@
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.load import alone, assert_empty, caches, check, engine_with, mixed, plain, run
-from forerun.engine.engine import philox_coins
+from engine.load import alone, assert_empty, caches, check, engine_with, mixed, plain, run, wait_for
+from forerun.engine.engine import Engine, philox_coins
 from forerun.engine.request import Request
 from forerun.errors import CapacityError
 from forerun.kv import SCRATCH_SLOT
@@ -54,12 +53,15 @@ def kept(tmp_path: Path) -> Iterator[Folder]:
     folder.close()
 
 
+@pytest.fixture
+def engine(kept: Folder, disk: threading.Semaphore) -> Engine:
+    """One of eight blocks, beside a disk that has those of PROMPT."""
+    return engine_with(128, folder=kept)
+
+
 @pytest.mark.parametrize("draft", ["none", "model"])
-def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
-    kept: Folder, disk: threading.Semaphore, draft: str
-) -> None:
+def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(engine: Engine, draft: str) -> None:
     """Eight blocks: one request fills them all, while two of them are on their way from a disk that never answers."""
-    engine = engine_with(128, folder=kept)
     first = engine.add([1] * 60, plain(60, draft=draft))
     engine.step()
     late = engine.add(PROMPT, plain(4, draft=draft))
@@ -72,10 +74,7 @@ def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
     assert_empty(*caches(engine))
 
 
-def test_who_comes_later_gives_way_to_what_is_fetched_for_an_earlier_one(
-    kept: Folder, disk: threading.Semaphore
-) -> None:
-    engine = engine_with(128, folder=kept)
+def test_who_comes_later_gives_way_to_what_is_fetched_for_an_earlier_one(engine: Engine) -> None:
     worse = engine.add([1] * 60, plain(60, priority=1))
     engine.step()
     late = engine.add(PROMPT, plain(4))
@@ -88,11 +87,8 @@ def test_who_comes_later_gives_way_to_what_is_fetched_for_an_earlier_one(
     assert outputs == alone([([1] * 60, plain(60)), (PROMPT, plain(4))])
 
 
-def test_who_comes_before_does_not_wait_for_what_is_fetched_for_a_later_one(
-    kept: Folder, disk: threading.Semaphore
-) -> None:
+def test_who_comes_before_does_not_wait_for_what_is_fetched_for_a_later_one(engine: Engine) -> None:
     """Eight blocks: one runs, and may grow by one; two are on their way; the urgent prompt takes six."""
-    engine = engine_with(128, folder=kept)
     running = engine.add([1], plain(20))
     engine.step()
     late = engine.add(PROMPT, plain(4))
@@ -104,8 +100,7 @@ def test_who_comes_before_does_not_wait_for_what_is_fetched_for_a_later_one(
     assert run(engine, [running, urgent, late])[0] == alone([([1], plain(20))])[0]
 
 
-def test_an_aborted_request_leaves_nothing_of_its_fetch(kept: Folder, disk: threading.Semaphore) -> None:
-    engine = engine_with(128, folder=kept)
+def test_an_aborted_request_leaves_nothing_of_its_fetch(engine: Engine) -> None:
     other = engine.add([1], plain(9))
     late = engine.add(PROMPT, plain(4))
     engine.step()
@@ -124,8 +119,7 @@ def test_a_preempted_request_is_sought_on_disk_again(kept: Folder) -> None:
     urgent = engine.add([7] * 100, plain(20))
     engine.step()
     keeper = caches(engine)[0].keeper
-    while keeper is not None and len(keeper.shelf) < 2 + 3:  # those of PROMPT, and what the request had filled
-        time.sleep(0.001)
+    wait_for(lambda: keeper is None or len(keeper.shelf) >= 2 + 3)  # those of PROMPT, and what the request had filled
     outputs = run(engine, [late, urgent])
     assert late.report.num_preemptions == 1
     assert late.num_fetched == 48

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.load import named
+from engine.load import named, wait_for
 from forerun import LLM, BadOption, SamplingParams, StepReport
 from forerun.engine.request import Request
 from forerun.testing import engines
@@ -136,8 +136,7 @@ def test_a_beam_search_keeps_to_the_grammar(llm: LLM) -> None:
 def with_one_that_fails(llm: LLM, good: SamplingParams, bad: SamplingParams) -> list[Request]:
     """Run three requests, of which the second one alone is bad and fails."""
     requests = llm.submit(["x", "x", "x"], [good, bad, good], raw=True)
-    while any(request.seq.finish_reason is None for request in requests):
-        pass
+    wait_for(lambda: all(request.seq.finish_reason is not None for request in requests))
     assert [request.seq.finish_reason for request in requests] == ["stop", "abort", "stop"]
     return requests
 
@@ -214,9 +213,8 @@ def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
         runs = [own for own in seen if 0 in own.forced]
         assert len(runs) >= (3 if draft == "forced" else 1), draft
         assert max(len(own.forced) for own in runs) >= len('{"name": "'), "all at once"
-        assert sum(num for own in seen for who, num, _ in own.parts if who == "forced") == sum(
-            len(own.forced) for own in seen
-        )
+        num_forced = sum(len(own.forced) for own in seen)
+        assert sum(num for own in seen for who, num, _ in own.parts if who == "forced") == num_forced
     short, _ = rounds_of(llm, dataclasses.replace(FORM, spec_length=3))
     assert short.token_ids == plain.token_ids
     assert max(drafted for drafted, _ in short.report.rounds) == 3

@@ -62,14 +62,10 @@ def test_texts_are_those_of_requests_alone(num_requests: int, on_disk: bool, tmp
     engine = engine_of_hybrids(folder=folder)
     requests = live(engine, wanted, seed=1, aborts=0.02)
     outputs = alone(wanted, model=hybrid()[0], draft_model=hybrid()[1])
-    num_aborted = 0
     for request, text in zip(requests, outputs, strict=True):
-        if request.seq.finish_reason == "abort":
-            num_aborted += 1
-            assert request.seq.output_ids == text[: len(request.seq.output_ids)]
-        else:
-            assert request.seq.output_ids == text
-    assert num_aborted > 0
+        end = len(request.seq.output_ids) if request.seq.finish_reason == "abort" else None
+        assert request.seq.output_ids == text[:end]
+    assert any(request.seq.finish_reason == "abort" for request in requests)
     assert engine.scheduler.num_preemptions > 0
     assert engine.runner.cache.prefix_hit_tokens > 0
     assert sum(request.report.num_accepted for request in requests) > 0
@@ -191,7 +187,5 @@ def test_a_rejection_runs_no_token_again() -> None:
     prompt = some(8, 50)
     answer, _ = num_run(engine, prompt, draft="model", max_tokens=40)
     assert sum(report.num_drafted - report.num_accepted for report in reports) > 20
-    assert sum(report.num_rows for report in reports) == len(prompt) - 1 + sum(
-        report.num_decoding + report.num_drafted for report in reports
-    )
+    assert sum(report.num_rows - report.num_decoding - report.num_drafted for report in reports) == len(prompt) - 1
     assert len(answer) == 40

@@ -81,15 +81,10 @@ def test_the_command_line_takes_and_prints_ids(target: Path, tmp_path: Path) -> 
     file.write_text('{"prompt": [20], "seed": 1}\n{"prompt": [21, 4], "seed": 2}\n', encoding="utf-8")
     options = ["generate", "--target", str(target), "--draft", "lookup", "--max-tokens", "6", "--no-calibrate"]
     lines = CliRunner().invoke(app, [*options, "--prompt-file", str(file)], catch_exceptions=False).stdout.splitlines()
-    wanted = LLM(target, draft="none").generate(
-        [[20], [21, 4]], [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2)]
-    )
-    assert lines == [
-        "==> 1: [20] <==",
-        "".join(f" {token}" for token in wanted[0].token_ids),
-        "==> 2: [21, 4] <==",
-        "".join(f" {token}" for token in wanted[1].token_ids),
-    ]
+    params = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2)]
+    wanted = LLM(target, draft="none").generate([[20], [21, 4]], params)
+    texts = ["".join(f" {token}" for token in out.token_ids) for out in wanted]
+    assert lines == ["==> 1: [20] <==", texts[0], "==> 2: [21, 4] <==", texts[1]]
     (target / "model.safetensors").rename(tmp_path / "away")  # no weight is looked for before the sentence
     try:
         (target / "model.safetensors").touch()

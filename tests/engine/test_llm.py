@@ -11,12 +11,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine.load import greedy
+from engine.load import greedy, run
 from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.drafters import Drafter, Target
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
 from forerun.types import Draft, Probs, Sequence
+from refusals import refusal
 from saved import save_checkpoint
 from speculation import llm_options
 
@@ -84,8 +85,7 @@ def test_prompts_may_be_texts_ids_or_arrays_and_keep_their_order():
     assert outs[0].token_ids == outs[1].token_ids == outs[2].token_ids
     assert [out.prompt_ids for out in outs[:3]] == [ids] * 3
     assert llm().generate(np.array(ids), greedy(8))[0].token_ids == outs[0].token_ids
-    with pytest.raises(BadOption, match="a prompt must be a text"):
-        llm().generate([3.5], greedy(8))
+    assert "a prompt must be a text" in refusal(BadOption, llm().generate, [3.5], greedy(8))
 
 
 def test_a_stream_is_the_text_in_pieces():
@@ -148,8 +148,7 @@ def test_the_text_ends_before_a_stop_id_however_it_is_read(draft, monkeypatch):
         return reason
 
     monkeypatch.setattr(Sequence, "commit", commit_and_read)
-    while request.seq.finish_reason is None:
-        engine.engine.step()
+    run(engine.engine, [request])
     assert request.text == expected
     assert len(read) == len(ids)
     assert all(expected.startswith(piece) for piece in read)
@@ -159,8 +158,7 @@ def test_readers_of_a_finished_request_all_get_its_text():
     engine = llm()
     (expected,) = engine.generate(PROMPT, greedy(60))
     request = engine.engine.add(engine.tokenizer.encode(PROMPT), greedy(60))
-    while request.seq.finish_reason is None:
-        engine.engine.step()
+    run(engine.engine, [request])
     request._reader = request.detokenizer()
     push, inside, pushed = request._reader.push, threading.Event(), []
 
@@ -193,8 +191,7 @@ def test_a_loaded_model_is_not_silently_reinterpreted():
     checkpoint = load_checkpoint(SHIPPED_TARGET)
     assert LLM(checkpoint, dtype="float32").checkpoint is checkpoint
     for options in ({"dtype": "bfloat16"}, {"ops": "reference_row_by_row"}):
-        with pytest.raises(BadOption, match="contradicts the loaded model"):
-            LLM(checkpoint, **options)
+        assert "contradicts the loaded model" in refusal(BadOption, LLM, checkpoint, **options)
 
 
 @pytest.mark.once("about the draft model")

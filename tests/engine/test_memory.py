@@ -174,7 +174,7 @@ def peak_bytes(run: Callable[[], object], trace: Path) -> int:
     return peak
 
 
-CHUNK = {"prefill_chunk_tokens": 512}
+ASKED = {"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk_tokens": 512}
 PASSES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "float32": ({}, {}, F32),
     "bfloat16": ({}, {}, BF16),
@@ -204,15 +204,14 @@ def test_activations_bound_a_real_pass(name: str, tmp_path: Path) -> None:
     sizes, more, dtype = PASSES[name]
     config = resized(SMALL, **{key: value for key, value in sizes.items() if key != "softcap"})
     config = replace(config, blocks=tuple(capped(block, sizes.get("softcap")) for block in config.blocks))
-    asked = {"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, **CHUNK, **more}
-    options = EngineConfig(**asked)
+    options = EngineConfig(**{**ASKED, **more})
     planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["activations"]
     measured = peak_bytes(one_pass(config, options, dtype), tmp_path / "trace.json")
     assert 0.6 * planned <= measured <= planned, f"planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"
 
 
 def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
-    options = EngineConfig(draft="lookup", ops="reference", max_batch_size=4, max_seq_len=1024, **CHUNK)
+    options = EngineConfig(**ASKED)
     planned = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32, num_taps=3))["activations"]
     without = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32))["activations"]
     assert planned - without == 3 * (512 + 3 * (options.longest_draft + 1)) * SMALL.hidden_size * 4

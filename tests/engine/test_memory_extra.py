@@ -31,8 +31,7 @@ def test_a_second_draft_model_adds_what_it_takes_as_the_only_one(ops: str) -> No
     own = {"extra draft weights": alone["draft weights"], "extra draft KV cache": alone["draft KV cache"]}
     if "pass buffers" in alone:  # of all models together
         own["pass buffers"] = alone["pass buffers"] - none.get("pass buffers", 0)
-    grown = {name: two[name] - one.get(name, 0) for name in two if two[name] != one.get(name, 0)}
-    assert grown == own
+    assert {name: two[name] - one.get(name, 0) for name in two if two[name] != one.get(name, 0)} == own
     assert set(one) <= set(two)
     assert ("pass buffers" in own) == (ops == "native")
 
@@ -77,5 +76,4 @@ def test_the_sentence_names_them_where_it_does_not_fit() -> None:
     assert "extra_drafts" not in plan(available=10**6).verdict()
     for suggestion in found.suggestions:
         config = replace(EngineConfig(draft="./d", ops="reference", max_batch_size=4, max_seq_len=512), **suggestion)
-        extra = {"b": SECOND, "c": THIRD}
-        assert memory_plan(SMALL, SMALL, config, dtype=F32, extra_drafts=extra).total_bytes <= alone
+        assert memory_plan(SMALL, SMALL, config, dtype=F32, extra_drafts={"b": SECOND, "c": THIRD}).total_bytes <= alone

@@ -189,8 +189,8 @@ def test_beside_a_target_of_few_bits_a_head_is_counted_as_it_is_rounded(folder: 
     dense = weights_of(planned(replace(config, draft=f"{draft},quantization=none")), method)
     rounded = weights_of(planned(replace(config, quantization="int8")), method)
     assert rounded < 0.6 * dense
-    own = weights_of(planned(config), method)  # a trained head of eagle is rounded beside any target
-    assert own == (rounded if method == "eagle" else dense)
+    # A trained head of eagle is rounded beside any target.
+    assert weights_of(planned(config), method) == (rounded if method == "eagle" else dense)
     llm = LLM(str(folder / "model"), draft=draft, quantization="int8", max_seq_len=64)
     assert rounded == pytest.approx(real_bytes(llm), rel=0.01, abs=0)
 

@@ -41,6 +41,12 @@ def native_decoder(config: Spec, dtype: str) -> CpuModel:
     return cast(CpuModel, load_model(config, zeros(config, dtype), operators.make("native", "cpu")))
 
 
+def planned_weights(config: Spec, dtype: str) -> int:
+    """The bytes that the plan counts for the weights of a target."""
+    plan = memory_plan(config, None, EngineConfig(draft="none", ops="native"), dtype=dtype)
+    return bytes_by_name(plan)["target weights"]
+
+
 # ------------------------------------------------------------------------------------------------ exact to the byte
 
 
@@ -56,9 +62,7 @@ def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_weights_are_what_a_decoder_packs(sizes: dict[str, Any], dtype: str) -> None:
     config = resized(SMALL, **sizes)
-    options = EngineConfig(draft="none", ops="native")
-    planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["target weights"]
-    model = native_decoder(config, dtype)
+    planned, model = planned_weights(config, dtype), native_decoder(config, dtype)
     table = 0 if config.tied else config.vocab_size * config.hidden_size * itemsize(dtype)
     biases = [shape for name, shape in weight_shapes(config).items() if name.endswith("bias")]
     if not biases:
@@ -85,9 +89,7 @@ T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: str) -> None:
     spec = read_config(raw)
-    options = EngineConfig(draft="none", ops="native")
-    planned = bytes_by_name(memory_plan(spec, None, options, dtype=dtype))["target weights"]
-    model = native_decoder(spec, dtype)
+    planned, model = planned_weights(spec, dtype), native_decoder(spec, dtype)
     tensors = [*model._vectors.values(), *model._tables.values()]
     made = sum(matrix.nbytes for matrix in model.matrices.values()) + sum(tensor.nbytes for tensor in tensors)
     biases = [shape[0] for name, shape in weight_shapes(spec).items() if name.endswith("_proj.bias")]
@@ -97,15 +99,13 @@ def test_weights_of_an_encoder_decoder(raw: dict[str, Any], dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_ends_of_pages(dtype: str) -> None:
     """A matrix of 2 MiB and more begins with a huge page and ends with a small one; others take what they need."""
-    options = EngineConfig(draft="none", ops="native")
     config = resized(SMALL, vocab_size=2000, num_layers=1, hidden_size=1048, ffn_size=1040)
-    parts = bytes_by_name(memory_plan(config, None, options, dtype=dtype))
     model = native_decoder(config, dtype)
     made = [matrix.nbytes for matrix in model.matrices.values()]
     assert any(n < HUGE_PAGE_BYTES for n in made)
     rounded = sum(-n % 4096 for n in made if n >= HUGE_PAGE_BYTES)
     others = [*model._vectors.values(), *model._tables.values()]
-    assert parts["target weights"] == sum(made) + rounded + sum(tensor.nbytes for tensor in others)
+    assert planned_weights(config, dtype) == sum(made) + rounded + sum(tensor.nbytes for tensor in others)
     assert 0 < rounded < 4096 * len(made)
 
 

@@ -357,8 +357,7 @@ def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
 def test_the_smallest_of_several_caches_decides_who_is_let_in(sizes: tuple[int, ...]) -> None:
     target, *drafts = sizes
     router = Router({name: ModelDrafter(runner_with(DRAFT, size)) for name, size in zip("ab", drafts, strict=True)})
-    engine = Engine(runner_with(MODEL, target), router, make("fixed", 3), max_seq_len=128)
-    assert engine.scheduler.free_kv_tokens == 64
+    assert Engine(runner_with(MODEL, target), router, make("fixed", 3), max_seq_len=128).scheduler.free_kv_tokens == 64
     assert Router({}).free_tokens() is None
 
 

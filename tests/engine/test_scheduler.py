@@ -272,11 +272,9 @@ def test_random_arrivals_and_aborts_lose_no_block_and_answer_each_request_once(s
     while len(finished) < len(wanted):
         if len(requests) < len(wanted) and random_.random() < 0.6:
             requests.append(engine.add(*wanted[len(requests)]))
-        if requests and random_.random() < 0.15:
-            victim = random_.choice(requests)
-            if victim.seq.finish_reason is None:
-                engine.abort(victim)
-                finished.append(victim)
+        if requests and random_.random() < 0.15 and (victim := random_.choice(requests)).seq.finish_reason is None:
+            engine.abort(victim)
+            finished.append(victim)
         finished += engine.step()
         check(engine)
     assert sorted(r.seq.id for r in finished) == sorted(r.seq.id for r in requests)

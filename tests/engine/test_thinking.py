@@ -42,8 +42,7 @@ def texts(llm: LLM, prompt: list[int], ways: list[SamplingParams]) -> list[tuple
     said = []
     for draft in ("none", *DRAFTS):
         params = [dataclasses.replace(way, draft=named(llm, draft), spec_length=6) for way in ways]
-        outs = llm.generate([prompt] * len(ways), params)
-        said.append([(out.token_ids, out.finish_reason) for out in outs])
+        said.append([(out.token_ids, out.finish_reason) for out in llm.generate([prompt] * len(ways), params)])
         assert said[-1] == said[0], draft
     return said[0]
 
@@ -72,5 +71,4 @@ def test_rules_that_count_tokens_are_held_whatever_drafts(llm: LLM, rules: str) 
         for most in LIMITS
         for temperature, seed in ((0.0, None), (0.9, 2))
     ]
-    said = texts(llm, llm.tokenizer.encode("abbaabbaab"), ways)
-    assert all(int(b) in ids for ids, _ in said)
+    assert all(int(b) in ids for ids, _ in texts(llm, llm.tokenizer.encode("abbaabbaab"), ways))

@@ -4,11 +4,10 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from engine.load import alone, engine_with, plain, run
+from engine.load import alone, engine_with, plain, run, wait_for
 from forerun.engine.engine import Engine
 from forerun.engine.fair import FIRST_TOKENS, LEAST_STEPS, LEAST_TOKENS, QUIET_S, QUIET_STEPS, Fair
 from forerun.engine.turns import LAST_TURNS, Seat, Turns, turns_on
@@ -235,12 +234,6 @@ def test_who_asked_first_has_the_next_turn() -> None:
     for thread in threads:
         thread.join()
     assert had == [0, 1, 2, 3]
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    until = threading.Event()
-    while not is_so():
-        until.wait(0.001)
 
 
 def test_whoever_gives_up_waiting_keeps_nobody_from_the_next_turn() -> None:

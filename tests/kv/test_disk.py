@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.load import wait_for
 from forerun import LLM, BadOption, SamplingParams
 from forerun.blocks import CacheShape
 from forerun.kv import disk
@@ -302,13 +303,11 @@ def test_other_requests_go_on_while_rows_are_read(tiny: Models, tmp_path: Path, 
     with LLM(tiny["llama"], draft="none", max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
         other = llm.submit(["x"], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), raw=True)[0]
         late = llm.submit([TEXT], PARAMS, raw=True)[0]
-        while other.seq.finish_reason is None:
-            time.sleep(0.001)
+        wait_for(lambda: other.seq.finish_reason is not None)
         assert other.seq.num_output_tokens == 200
         assert late.report.num_steps == 0
         may_read.set()
-        while late.seq.finish_reason is None:
-            time.sleep(0.001)
+        wait_for(lambda: late.seq.finish_reason is not None)
     assert late.report.num_disk_tokens > 0
     assert late.seq.output_ids == asked(tiny["llama"], None)[0]
 

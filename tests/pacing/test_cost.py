@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.load import assert_empty, greedy, run
+from engine.load import assert_empty, greedy, run, wait_for
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
 from forerun.pacing.cost import Costs
@@ -124,8 +124,7 @@ def test_passes_are_measured_when_no_request_comes(folder, monkeypatch):
     time.sleep(0.1)
     assert not passes
     llm.generate("def f(", params)
-    while llm.engine.costs.runners or not passes:  # ended by the limit of all tests, if at all
-        time.sleep(0.01)
+    wait_for(lambda: bool(passes) and not llm.engine.costs.runners)
     assert not any(passes), "what ran beside them"
     assert len(list(folder.iterdir())) == 2
     assert llm.engine.costs.target.fit is None
