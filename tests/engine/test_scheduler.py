@@ -210,7 +210,7 @@ def test_several_outputs_of_one_prompt_have_seeds_of_their_own_and_share_its_cac
 @pytest.mark.once("about the choice of a drafter")
 def test_a_request_may_choose_only_what_the_engine_has() -> None:
     engine = engine_with()
-    with pytest.raises(BadOption, match=r"'hydrant'.*of lookup, model, none$"):  # no engine starts with that
+    with pytest.raises(BadOption, match=r"'hydrant'.*of auto, lookup, model, none$"):  # no engine starts with that
         engine.add([1], SamplingParams(max_tokens=9, draft="hydrant"))
     with pytest.raises(BadOption, match=r"'suffix'.*lookup, model, none; .*extra_drafts='suffix'"):
         engine.add([1], SamplingParams(max_tokens=9, draft="suffix"))

@@ -39,9 +39,9 @@ CASES = {
     "draft_typo": ({}, (*GENERATE, "--draft", "lokup"), "did you mean 'lookup'"),
     "no_draft": ({}, (*GENERATE, "--draft", "org/nothing"), "there is no model org/nothing"),
     "stranger": ({}, (*GENERATE, "--draft", "org/stranger"), "tokenizer differs from the target's at id 0"),
-    "too_long": ({}, (*GENERATE, "--max-seq-len", "100000"), "max_seq_len=100000 is not possible"),
+    "too_long": ({}, (*GENERATE, "--max-seq-len", "100000"), "--max-seq-len 100000 is not possible"),
     "cache": ({}, (*GENERATE, "--kv-cache-backend", "contiguous", "--kv-cache-tokens", "16"),
-              "kv_cache_tokens=16 is less than one block"),
+              "--kv-cache-tokens 16 is less than one block"),
     "pacing": ({}, (*GENERATE, "--pacing", "nonsense"), "nonsense"),
 }  # fmt: skip
 

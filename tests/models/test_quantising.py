@@ -262,7 +262,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ([str(source), str(tmp_path / "saved")], "exists and is not empty: name a new one"),
         ([str(tmp_path / "saved"), str(tmp_path / "twice")], "is quantised already (lm_head.weight: int8, group 32)"),
         ([str(source), str(tmp_path / "new"), "--quantization", "int4:group=128"], "groups of 128 do not divide"),
-        ([str(source), str(tmp_path / "new"), "--quantization", "fp8"], "quantization='fp8' is not possible"),
+        ([str(source), str(tmp_path / "new"), "--quantization", "fp8"], "--quantization 'fp8' is not possible"),
     ):
         capsys.readouterr()
         assert command("quantize", *arguments) == 2
