@@ -38,7 +38,7 @@ def test_a_pipe_gets_what_is_new_and_then_how_long_it_takes(monkeypatch: pytest.
 def test_the_lines_of_a_long_wait_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     wait, now_s = Waiting("training"), time.monotonic()
     monkeypatch.setattr(Waiting, "_silent_since_s", now_s)
-    for taken_s, silent_s in ((0, 1.8), (30, 1.8), (7200, 360)):
+    for taken_s, silent_s in ((0, waiting.SILENT_S), (30, waiting.SILENT_S), (7200, 360)):
         wait._begun_s = now_s - taken_s
         assert silent_s - 60 < wait._still_silent_s() <= silent_s + 3
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from forerun.text.terminal import make_console, note
 
-SILENT_S = 1.8  # between two lines, where there is no terminal
+SILENT_S = 1.5  # between two lines, where there is no terminal; a process starts in half a second
 SHARE = 0.05  # of a long wait passes between two of its lines
 LOOK_S = 0.1  # between two looks for a first text
 

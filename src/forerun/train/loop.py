@@ -24,6 +24,7 @@ from torch import Tensor
 
 from forerun.errors import BadOption, raising_os_errors, shown
 from forerun.text.progress import Bar
+from forerun.text.waiting import Waiting
 from forerun.train.config import LoopConfig
 
 LOG_EVERY_STEPS = 10
@@ -91,16 +92,22 @@ def train(
         load_state(run)
     else:
         (config.out / "log.jsonl").write_text("", encoding="utf-8")
-        log(run, task.validate())  # before the first step
+        log(run, _validated(task, quiet))  # before the first step
     describe_run(run)
     with deterministic(), progress_bar(quiet) as progress:
         row = progress.add_task("training", total=config.steps, completed=run.step, note="")
         for note in steps_of(run):
             progress.update(row, completed=run.step, note=note)
-    numbers = task.validate()
+    numbers = _validated(task, quiet)
     log(run, {"final": True, **numbers})
     save(run)
     return numbers
+
+
+def _validated(task: Task, quiet: bool) -> dict[str, float]:
+    """Return the measures of a validation, and say meanwhile that it runs. quiet: whether to say nothing."""
+    with nullcontext() if quiet else Waiting("validating"):
+        return task.validate()
 
 
 def make_optimizer(
