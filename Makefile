@@ -208,14 +208,15 @@ define INSTALL
 	$(BIN)/python $(GROUP) env $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; started=$$!; \
 	{ [ ! -t 1 ] || exec > $(VENV)/arrived.txt 2>&1; exec $(BIN)/python $(GROUP) \
 		env $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); } & arrived=$$!; \
-	started="$$compiled $$arrived"; shown=; while { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
+	started="$$compiled $$arrived"; shown= came=; while { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
+		[ -n "$$came" ] || kill -0 $$arrived 2> /dev/null || { wait $$arrived && came=yes || break; }; \
 		all=$$(cat $(BUILD)/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:'); \
 		now="$$(($$(find $(BUILD) -name '*.o' 2> /dev/null | wc -l))) of $$all files are compiled"; \
 		if [ -t 1 ]; then printf '\r\033[K%s; %.40s' "$$now" \
 			"$$(tail -n 1 $(VENV)/arrived.txt 2> /dev/null | tr -cd " -~")"; \
 		else case "$$now" in 0* | *" of 0 "* | "$$shown") ;; *) echo "$$now"; shown="$$now";; esac; fi; sleep 1; \
 	done; [ ! -t 1 ] || echo; \
-	wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; $(STOP); \
+	[ -n "$$came" ] || wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; $(STOP); \
 		echo "not all packages could be had, as pip says above: is there a network, and the index that it asks?" >&2; \
 		exit 1; }; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; echo "the kernels were not compiled: they need a C++ compiler" \

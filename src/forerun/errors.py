@@ -24,7 +24,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -158,7 +158,8 @@ def raising_os_errors(path: Path) -> Iterator[None]:
             reason = error.__context__
         if not isinstance(reason, OSError):
             raise
-        reason.filename = reason.filename or str(path)
+        if reason.errno is not None:  # others have a text of their own, which a file name would hide
+            reason.filename = reason.filename or str(path)
         raise reason from None
 
 
@@ -171,11 +172,14 @@ def pip(arguments: str) -> str:
 
 def program(name: str) -> str:
     """Return how a shell starts a program of this environment: by its name where that finds it, else by its path."""
-    place = shutil.which(name, path=os.path.dirname(sys.executable))
+    place = shutil.which(name, path=os.path.dirname(sys.executable or ""))
     if place is None or shutil.which(name) == place:
         return name
-    path, here = Path(place), Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if here in path.parents[1:] else path))
+    path = Path(place)
+    with suppress(OSError):  # the current folder may be removed
+        if (here := Path.cwd()) in path.parents[1:]:
+            path = path.relative_to(here)
+    return shlex.quote(str(path))
 
 
 def has_card() -> bool:

@@ -27,6 +27,7 @@ CASES = {
     "not_a_number": ((*LLAMA, "--top-k", "many"), "Invalid value for '--top-k': it must be a valid integer: see"),
     "port": (("serve", "--port", "99999"), "Invalid value for '--port': it must be less than or equal to 65535: see"),
     "temperature": ((*LLAMA, "--temperature", "-1"), "--temperature -1.0 is not possible: it must be 0"),
+    "behind_others": ((*LLAMA, "--temperature", "-1", "--", r"--a\qb"), "--temperature -1.0 is not possible"),
     "top_p": ((*LLAMA, "--top-p", "2"), r"--top-p 2.0 is not possible: it must be in (0, 1]"),
     "spec_length": ((*LLAMA, "--spec-length", "0"), "it must be in 1 .. 64"),
     "dtype": ((*LLAMA, "--dtype", "float3"), "there is no dtype called 'float3' (did you mean 'float32'?)"),
@@ -213,7 +214,7 @@ JSONL_CASES = {
 def test_a_line_that_cannot_be_honoured_is_named(refused: Any, tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(text, encoding="utf-8")
-    assert sentence in refused("generate", "--target", "llama", "--prompt-file", str(file))
+    assert sentence in refused("generate", "--target", "llama", "--top-k", "3", "--prompt-file", str(file))
 
 
 def test_any_file_that_cannot_be_used_is_one_sentence(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:

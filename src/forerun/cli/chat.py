@@ -545,7 +545,7 @@ def _talk(chat: Chat, terminal: bool) -> None:
             leaving.clear()
             continue
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
-        if command is not None and command.split()[0][1:] in LEAVING:
+        if command is not None and command.partition(" ")[0][1:] in LEAVING:
             return
         try:
             if command == "/retry":

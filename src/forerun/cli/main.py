@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeGuard, cast
 
@@ -557,11 +558,18 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
 
 
 def _as_typed(message: str, arguments: Seq[str]) -> str:
-    """Return an error message. Where it says `option=value` of a typed option, it now says `--option value`."""
-    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        option = flag[2:].replace("-", "_")
-        message = re.sub(rf"(?<![\w:]){re.escape(option)}=(?=\S)", f"{flag} ", message) if option else message
-    return message
+    """Return an error message. Where it says `option=value` of a typed option, it now says `--option value`.
+
+    Messages about a line of a file stay as they are, because the line gave the value.
+    """
+    flags = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments)}
+
+    def typed(match: re.Match[str]) -> str:
+        flag = f"--{match[1].replace('_', '-')}"
+        return f"{flag} " if flag in flags else match[0]
+
+    is_of_line = re.match(r"(line|request) \d+: ", message)
+    return message if is_of_line else re.sub(r"(?<![\w:])(\w+)=(?!True\b|False\b)(?=\S)", typed, message)
 
 
 def _fail(message: str, code: int) -> int:

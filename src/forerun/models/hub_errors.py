@@ -15,7 +15,10 @@ FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 TRANSPORT = {"TransportError", "RequestException", "ConnectionError", "TimeoutError"}
 FULL_IN_WORDS = re.compile(r"No space left on device|os error 28|quota exceeded", re.IGNORECASE)  # hf-xet has no errno
 CUT_SHORT = re.compile(r"should be of size (\d+) but has size (\d+) \((.*)\)")
-LOGIN = f"log in with `{program('hf')} auth login` or set HF_TOKEN"
+
+
+def _login() -> str:
+    return f"log in with `{program('hf')} auth login` or set HF_TOKEN"
 
 
 def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
@@ -88,11 +91,11 @@ def _of_access(error: BaseException, hub_id: str, revision: str) -> ForerunError
                 f"{hub_id} is gated and your account has no access yet: accept its licence on {page}, or log in with "
                 "an account that has access"
             )
-        return NotFound(f"{hub_id} is gated: accept its licence on {page}, then {LOGIN}")
+        return NotFound(f"{hub_id} is gated: accept its licence on {page}, then {_login()}")
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFound(
             f"there is no model {hub_id} on {_host()}, or it is private, and no folder of that name here: check the "
-            f"name, or {LOGIN}"
+            f"name, or {_login()}"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFound(
@@ -106,9 +109,11 @@ def _of_access(error: BaseException, hub_id: str, revision: str) -> ForerunError
 def _of_the_network(error: BaseException, hub_id: str, revision: str) -> ForerunError | None:
     status = _status(error)
     if status in (401, 403):
-        return NotFound(f"{_host()} refuses to give {hub_id} (status {status}): {LOGIN}, with a token that may read it")
+        return NotFound(
+            f"{_host()} refuses to give {hub_id} (status {status}): {_login()}, with a token that may read it"
+        )
     if status == 429:
-        return NotFound(f"{_host()} had too many requests from here (status 429): wait some minutes, or {LOGIN}")
+        return NotFound(f"{_host()} had too many requests from here (status 429): wait some minutes, or {_login()}")
     if status is not None:
         fault = "the server's own fault, so try later" if status >= 500 else "check HF_ENDPOINT and the name"
         return NotFound(f"{_host()} answers with status {status} when it is asked for {hub_id}: {fault}")
