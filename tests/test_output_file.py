@@ -45,11 +45,20 @@ def test_a_link_and_what_others_may_read_stay(tmp_path: Path) -> None:
 def test_a_pipe_is_written_as_it_stands(tmp_path: Path) -> None:
     pipe, texts = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: texts.append(pipe.read_text()))
+    reader = threading.Thread(target=lambda: texts.append(pipe.read_text()), daemon=True)
     reader.start()
     write_whole(pipe, "new")
-    reader.join()
+    reader.join(60)
     assert (texts, pipe.is_fifo()) == (["new"], True)
+
+
+def test_a_pipe_by_its_number_is_written_as_it_stands() -> None:
+    """As --json /dev/stdout names one: what the link leads to is no path."""
+    ours, theirs = os.pipe()
+    write_whole(Path(f"/dev/fd/{theirs}"), "new")
+    os.close(theirs)
+    with os.fdopen(ours) as reader:
+        assert reader.read() == "new"
 
 
 def test_a_file_in_a_folder_of_others_is_written_as_it_stands(folder: Path) -> None:

@@ -16,11 +16,10 @@ def write_whole(file: Path, text: str) -> None:
 
     A pipe, a device, and a file that can be written but not replaced are written in place, without this guarantee.
     """
-    file = file.resolve()  # a link stays one
     try:
         if not file.exists() or file.is_file():
             try:
-                _replace(file, text)
+                _replace(file.resolve(), text)  # a link stays one
                 return
             except OSError as error:
                 if not (error.errno in FIXED and file.exists()):

@@ -63,10 +63,12 @@ def said(stderr: str) -> str:
 def little_room(num_bytes: int = 64) -> Iterator[None]:
     """No file grows beyond so many bytes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Python would not notice that a file is cut
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes_none
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 

@@ -1,6 +1,7 @@
 """Errors at the door: one sentence on standard error, exit code 2, no traceback, nothing on standard output."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from cli.conftest import little_room
-from forerun.errors import UnsupportedModel, raising_os_errors
+from forerun.cli.main import _as_typed
+from forerun.errors import UnsupportedModel, has_card, program, raising_os_errors
 
 LLAMA = ("generate", "--target", "llama", "x")
 CASES = {
@@ -88,6 +90,46 @@ def test_one_sentence_and_exit_code_2(refused: Any, checkpoints: Path, case: str
     (checkpoints / "bare").mkdir(exist_ok=True)
     arguments, sentence = CASES[case]
     assert sentence in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("said", "typed", "told"),
+    [
+        ("top_k=-3 with temperature=0", "--top-k=-3", "--top-k -3 with temperature=0"),
+        ("prefix_caching=True with n=1", "--prefix-caching --n 1", "prefix_caching=True with --n 1"),
+        ("lookup:max_n=0 is not possible", "--draft lookup:max_n=0 --max-n 3", "lookup:max_n=0 is not possible"),
+        ("no folder /tmp/seed=4, n='a,seed=4'", "--seed 4", "no folder /tmp/seed=4, n='a,seed=4'"),
+        ("line 2: top_k=-3", "--top-k 5", "line 2: top_k=-3"),
+        ("top_k=-3", "-- --top-k", "top_k=-3"),
+    ],
+)
+def test_options_are_called_as_they_were_typed(said: str, typed: str, told: str) -> None:
+    assert _as_typed(said, typed.split()) == told
+
+
+def test_a_program_is_named_as_the_shell_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / ".venv" / "bin" / "hf"
+    place.parent.mkdir(parents=True)
+    place.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(place.with_name("python")))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert (program("hf"), program("nothing")) == (str(place), "nothing")
+    monkeypatch.chdir(tmp_path)
+    assert program("hf") == ".venv/bin/hf"
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert program("hf") == str(place)
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("PATH", str(place.parent))
+    assert program("hf") == "hf"
+
+
+@pytest.mark.parametrize("files", [set(), {"/dev/nvidiactl"}, {"/dev/dxg"}])
+def test_a_card_is_seen_by_its_device_file(monkeypatch: pytest.MonkeyPatch, files: set[str]) -> None:
+    monkeypatch.setattr(os.path, "exists", files.__contains__)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert has_card() == bool(files)
 
 
 # Far longer than any test waits, and far more lines than a pipe holds: it cannot be done before it is stopped.
@@ -268,6 +310,11 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
         raise PermissionError(13, "Permission denied")
     except OSError:
         fail()
+
+
+def test_an_error_without_a_number_keeps_its_text() -> None:
+    with pytest.raises(OSError, match=r"^3 items requested and 2 written$"), raising_os_errors(Path("file")):
+        raise OSError("3 items requested and 2 written")
 
 
 def test_a_reason_of_ours_counts_more_than_an_error_of_the_system() -> None:

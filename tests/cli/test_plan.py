@@ -220,7 +220,7 @@ def test_without_memory_the_machine_is_asked(cli: Any) -> None:
 REFUSED = {
     "no number": (
         ("--memory", "lots"),
-        "--memory 'lots' is not possible: write a number of bytes as 16GB",
+        "--memory 'lots' is not possible: write a number of bytes as 16GB, 16GiB or 8e9",
     ),
     "an unknown unit": (("--memory", "16G"), "--memory '16G' is not possible"),
     "nothing": (("--memory", "0GB"), "--memory '0GB' is not possible"),

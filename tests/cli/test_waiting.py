@@ -1,8 +1,11 @@
 """What commands say while they wait: on a terminal a line that goes, in a pipe lines."""
 
 import io
+import re
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,7 @@ from forerun.cli.waiting import Answering
 from forerun.text import waiting
 from forerun.text.progress import Bar
 from forerun.text.waiting import Waiting
+from forerun.train import loop
 
 
 class Terminal(io.StringIO):
@@ -30,17 +34,20 @@ def test_a_pipe_gets_what_is_new_and_then_how_long_it_takes(monkeypatch: pytest.
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(waiting, "SILENT_S", 0.001)
     with Waiting("loading a model") as wait:
-        until(said, "loading a model\nloading a model, 0 s\n")
+        until(said, " s\n")
         wait.tell("reading 3 of 8 tokens")
         until(said, "reading 3 of 8 tokens\n")
+    lines = r"(loading a model\n)(loading a model, \d+ s\n)+(reading 3 of 8 tokens\n)(reading 3 of 8 tokens, \d+ s\n)*"
+    assert re.fullmatch(lines, said.getvalue())
 
 
 def test_the_lines_of_a_long_wait_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, now_s = Waiting("training"), time.monotonic()
-    monkeypatch.setattr(Waiting, "_silent_since_s", now_s)
+    wait = Waiting("training")
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: 7200.0))
+    monkeypatch.setattr(Waiting, "_silent_since_s", 7200.0)
     for taken_s, silent_s in ((0, waiting.SILENT_S), (30, waiting.SILENT_S), (7200, 360)):
-        wait._begun_s = now_s - taken_s
-        assert silent_s - 60 < wait._still_silent_s() <= silent_s + 3
+        wait._begun_s = 7200.0 - taken_s
+        assert wait._still_silent_s() == pytest.approx(silent_s)
 
 
 def test_a_bar_is_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +57,50 @@ def test_a_bar_is_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
     assert said.getvalue() == ""
     with Bar() as bar:
-        task = bar.add_task("", total=8, note="")
-        bar.update(task, description="measuring", completed=3, note="7 per second")
-        until(said, "measuring: 3 of 8, 7 per second\n")
+        bar.add_task("warming up", total=2)
+        bar.add_task("measuring", total=8, completed=3, note="7 per second")
+        bar.add_task("not yet", total=1, visible=False)
+        assert bar._line() == "measuring: 3 of 8, 7 per second"
+        until(said, "\n")
+        bar.add_task("certifying", total=1, completed=0.25)
+        assert bar._line() == "certifying: 25 %"
+    assert said.getvalue().count("\n") == 1
+    assert bar._lines is not None
+    assert bar._lines._over.is_set()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_line_that_is_made_too_late_is_not_said(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
+    """Because the wait is over, or because another display has just spoken."""
+    said, asked = pipe_silent_for_an_hour(monkeypatch), threading.Event()
+
+    def late() -> str:
+        if is_over:
+            wait._over.set()
+        else:
+            Waiting._silent_since_s = time.monotonic()
+        asked.set()
+        return "late"
+
+    wait = Waiting(late)
+    with wait:
+        assert asked.wait(60)
+        time.sleep(0.3)  # in which the line would be there
+    assert said.getvalue() == ""
+
+
+def test_training_says_that_it_validates_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = pipe_silent_for_an_hour(monkeypatch)
+
+    def validate(_: object) -> None:
+        until(said, text)
+        time.sleep(0.3)
+
+    text = ""
+    loop._validated(type("Task", (), {"validate": validate})(), quiet=True)
+    assert said.getvalue() == ""
+    text = "validating\n"
+    loop._validated(type("Task", (), {"validate": validate})(), quiet=False)
 
 
 def pipe_silent_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:

@@ -124,8 +124,10 @@ def at_work(engine: Engine, *requests: Request) -> None:
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
-    """Wait for what other threads do; the limit of all tests ends it, if at all."""
+    """Wait for what other threads do."""
+    give_up_s = time.monotonic() + 120
     while not is_so():
+        assert time.monotonic() < give_up_s
         time.sleep(0.001)
 
 

@@ -15,12 +15,19 @@ from forerun import drafters
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Program: its arguments, what is typed, what it prints.
 RUNS = {
-    "chat": (["shipped"], "class A:\ndef f(\n", "tokens per pass of the model]"),
+    "chat": (["shipped"], "class A:\ndef f(\n", "tokens per pass of the model]"),  # ended by the end of the input
     "stream": (["shipped"], "", "the same text beside another request: True"),
     "add_drafter": (["shipped"], "", "the distribution is plain decoding's: True"),
     "transformers_one_line": ([], "", "the same tokens: True"),
     "not_text": (["notes"], "", "the same melodies: True"),
 }
+
+
+def test_an_empty_line_ends_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["chat", "shipped"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("class A:\n\ndef f(\n"))
+    runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("tokens per pass of the model]") == 1
 
 
 def test_each_example_is_run() -> None:

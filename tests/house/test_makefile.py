@@ -86,7 +86,7 @@ def set_up(folder: Path, packages: str, kernels: str) -> dict[str, Any]:
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(sys.executable)
     pip = folder / "pip"
-    pip.write_text(f'#!/bin/sh\ncd {folder}\ncase "$*" in *-e*) {kernels};; *) {packages};; esac\n', "utf-8")
+    pip.write_text(f'#!/bin/sh\ncd {folder}\ncase " $* " in *" -e "*) {kernels};; *) {packages};; esac\n', "utf-8")
     pip.chmod(0o755)
     variables = [f"VENV={folder}", f"PIP={pip}", f"BUILD={folder}/build"]
     # Within `make test` the set-up would be a make in a make, which says so in its lines.

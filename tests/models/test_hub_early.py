@@ -84,7 +84,8 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
     for name in ("org/target", "org/draft"):
         hub.publish(name, tiny)
     client.forerun(*GENERATE, "--draft", "org/draft")
-    assert sorted(hub.listings()) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
+    listings = [asked.path for asked in hub.requests if asked.path.startswith("/api/models/")]
+    assert sorted(listings) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
     assert sorted(hub.fetched()).count("model.safetensors") == 2
 
 

@@ -45,7 +45,7 @@ WARM_UP_TOKENS = 16
 class Run:
     """The measurements of one way of drafting on one conversation.
 
-    Seconds and tokens are sums over the turns of the conversation, each of which has one answer.
+    Seconds and tokens are sums over the turns of the conversation. Each turn has one answer.
     """
 
     conversation: str

@@ -5,7 +5,6 @@ The engine is imported when the command runs, not to print help.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import flags
+from forerun.cli.bench import keep
 from forerun.cli.signatures import Given, writable
 
 if TYPE_CHECKING:
@@ -49,37 +49,29 @@ def certify(
     config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run
     from forerun.cli.certificate import print_certificate
-    from forerun.output_file import write_whole
     from forerun.text.terminal import make_console
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
     with _progress() as tell:
         certificate = run(config, plan, tell)
     print_certificate(certificate, make_console())
-    if json_file is not None:
-        write_whole(json_file, f"{json.dumps(certificate.record(), indent=1)}\n")
+    keep(certificate.record(), json_file)
     raise typer.Exit(0 if certificate.passed else 1)
 
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
     """Yield a function that shows progress on standard error: as a bar in a terminal, otherwise as lines."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-    from forerun.text.terminal import make_console
-    from forerun.text.waiting import Waiting
+    from forerun.text.progress import Bar
 
-    console = make_console(stderr=True)
-    if not console.is_terminal:
-        with Waiting("loading") as waiting:
-            yield lambda what, share: waiting.tell(f"{share:.0%} {what}")
-        return
     columns = (
         BarColumn(20),
         TextColumn("{task.percentage:3.0f} %"),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading", total=1.0)
-        yield lambda what, share: progress.update(task, description=what, completed=share)
+    with Bar(*columns, transient=True) as bar:
+        task = bar.add_task("loading", total=1)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

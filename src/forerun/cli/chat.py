@@ -30,7 +30,7 @@ from forerun.native import cache_folder
 from forerun.output_file import write_whole
 from forerun.registry import unknown
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
-from forerun.text.terminal import make_console, unechoed, visible
+from forerun.text.terminal import make_console, redraws, unechoed, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
@@ -200,7 +200,8 @@ class Chat:
 
     def _value(self, name: str) -> str:
         if name == "draft":
-            return self.llm.engine.drafter.chosen(self.params.draft)
+            chosen, params = self.llm.engine.drafter.chosen, self.params
+            return chosen(params.draft, acceptance=params.acceptance or "ratio", searches=params.searches)
         value = getattr(self.params, name)
         if value is None:
             return {"seed": "a new one for each answer", "max_tokens": "no limit"}[name]
@@ -400,7 +401,7 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
     written as they are.
     """
     console = make_console()
-    if out is sys.stdout and console.is_terminal and not console.is_dumb_terminal:
+    if out is sys.stdout and redraws(console):
         from forerun.cli.page import page
 
         with page(console) as growing:

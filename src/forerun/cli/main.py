@@ -569,7 +569,7 @@ def _as_typed(message: str, arguments: Seq[str]) -> str:
         return f"{flag} " if flag in flags else match[0]
 
     is_of_line = re.match(r"(line|request) \d+: ", message)
-    return message if is_of_line else re.sub(r"(?<![\w:])(\w+)=(?!True\b|False\b)(?=\S)", typed, message)
+    return message if is_of_line else re.sub(r"(?<![^\s(`])(\w+)=(?!True\b|False\b)(?=\S)", typed, message)
 
 
 def _fail(message: str, code: int) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +15,9 @@ from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.signatures import Fields, Given
 from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig, TrainConfig
 from forerun.train.shape import ModelShape
+
+if TYPE_CHECKING:
+    from forerun.text.waiting import Waiting
 
 app = App(
     "Train small language models and drafters.",
@@ -41,11 +43,11 @@ Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
 # ------------------------------------------------------------------------------------------------------------ models
 
 
-def _starting(quiet: bool) -> AbstractContextManager[object]:
-    """Return a display that is shown while torch is imported, which takes seconds."""
+def _waiting(quiet: bool, text: str = "starting") -> Waiting:
+    """Return a display of what the command waits for, first for the import of torch, which takes seconds."""
     from forerun.text.waiting import Waiting
 
-    return nullcontext() if quiet else Waiting("starting")
+    return Waiting(text, is_quiet=quiet)
 
 
 @app.command()
@@ -56,7 +58,7 @@ def lm(
     quiet: Quiet = False,
 ) -> None:
     """Train a small model on Python source, token ids or a target's text. With --teacher it learns from soft labels."""
-    with _starting(quiet):
+    with _waiting(quiet):
         from forerun.train import lm as training
 
     if "vocab_size" not in sizes and "teacher" in run:
@@ -79,7 +81,7 @@ def head(
     from forerun.config import EngineConfig
     from forerun.drafters.shared import trained
 
-    with _starting(quiet):
+    with _waiting(quiet):
         from forerun.train import head as training, heads as methods, loop
 
     config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
@@ -108,7 +110,7 @@ def drafter(
     """Make a drafter for a target within --hours: sample texts, train a head on them, and keep it for draft=auto."""
     from forerun.drafters.shared import trained
 
-    with _starting(quiet):
+    with _waiting(quiet):
         from forerun.train import recipe
 
     config = DrafterConfig(**run)
@@ -142,14 +144,14 @@ def sample(
     quiet: Quiet = False,
 ) -> None:
     """Let the target write conversations, answers and continuations, half of them greedily."""
-    with _starting(quiet):
+    with _waiting(quiet):
         from forerun.train.sampling import Progress, write
 
     config = SampleConfig(**run)
-    with progress_line(quiet) as show:
+    with _waiting(quiet, "loading the target") as waiting:
 
         def tell(now: Progress) -> None:
-            show(f"{now.num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second")
+            waiting.tell(f"{now.num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second")
 
         done = write(config, target, tell, dtype=dtype, ops=ops)
     size = config.out.stat().st_size / 1e6
@@ -259,13 +261,13 @@ def datastore(
     from forerun.train import datastore as making
 
     start = time.perf_counter()
-    with progress_line(quiet) as show:
+    with _waiting(quiet, "reading texts") as waiting:
         num_tokens = making.train(
             target,
             text or [],
             out,
             max_text_bytes=max_text_mb * 10**6,
-            progress=lambda num: show(f"{num:,} tokens read"),
+            progress=lambda num: waiting.tell(f"{num:,} tokens read"),
         )
     seconds = time.perf_counter() - start
     say(f"{num_tokens:,} tokens, {out.stat().st_size / 1e6:.1f} MB, in {out} after {seconds:.1f} s")
@@ -284,7 +286,7 @@ def ngram(
     """Count tokens and pairs of tokens in texts, for the drafters unigram and bigram."""
     from forerun.train import ngram as fitting
 
-    with progress_line(quiet) as show:
+    with _waiting(quiet, "reading texts") as waiting:
         fit = fitting.train(
             target,
             text or [],
@@ -292,7 +294,7 @@ def ngram(
             order=order,
             max_followers=max_followers,
             max_text_bytes=max_text_mb * 10**6,
-            progress=lambda fit: show(f"{fit.num_tokens:,} tokens counted"),
+            progress=lambda fit: waiting.tell(f"{fit.num_tokens:,} tokens counted"),
         )
     say(f"{fit.num_tokens:,} tokens counted into {out}")
 
@@ -334,18 +336,6 @@ def say(text: str, err: bool = False) -> None:
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)
-
-
-@contextmanager
-def progress_line(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress on one line. The line is removed at the end."""
-    from forerun.text.waiting import Waiting
-
-    if quiet:
-        yield lambda text: None
-        return
-    with Waiting("loading the target") as waiting:
-        yield waiting.tell
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:

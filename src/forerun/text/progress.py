@@ -6,21 +6,21 @@ from typing import Any
 
 from rich.progress import Progress, ProgressColumn
 
-from forerun.text.terminal import make_console
+from forerun.text.terminal import make_console, redraws
 from forerun.text.waiting import Waiting
 
 
 class Bar(Progress):
-    """A progress bar of rich on standard error. Where that is no terminal, lines say the same, as those of `Waiting`.
+    """A progress bar of rich on standard error. In a pipe, lines show the progress, printed as `Waiting` prints lines.
 
-    is_quiet: whether nothing is shown. options: further options of rich's Progress.
+    A task with a total of 1 is shown as a percentage there. is_quiet: whether nothing is shown. options: further
+    options of rich's Progress.
     """
 
     def __init__(self, *columns: ProgressColumn, is_quiet: bool = False, **options: Any) -> None:
         console = make_console(stderr=True)
-        is_drawn = console.is_terminal and not console.is_dumb_terminal
-        super().__init__(*columns, console=console, disable=is_quiet or not is_drawn, **options)
-        self._lines = None if is_quiet or is_drawn else Waiting(self._line)
+        super().__init__(*columns, console=console, disable=is_quiet or not redraws(console), **options)
+        self._lines = None if redraws(console) else Waiting(self._line, is_quiet=is_quiet)
 
     def start(self) -> None:
         """Begin to show the progress."""
@@ -39,5 +39,9 @@ class Bar(Progress):
         task = next((task for task in reversed(self.tasks) if task.visible), None)
         if task is None:
             return ""
-        done = "" if task.total is None else f": {task.completed:,.0f} of {task.total:,.0f}"
-        return ", ".join([f"{task.description}{done}", *(str(value) for value in task.fields.values() if value)])
+        parts = [task.description, *(str(value) for value in task.fields.values() if value)]
+        if task.total == 1:
+            parts[0] += f": {task.percentage:.0f} %"
+        elif task.total is not None:
+            parts[0] += f": {task.completed:,.0f} of {task.total:,.0f}"
+        return ", ".join(parts)

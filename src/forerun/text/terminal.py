@@ -50,6 +50,11 @@ def make_console(stderr: bool = False) -> Console:
     return console
 
 
+def redraws(console: Console) -> bool:
+    """Return whether a console is a terminal that can draw a line again."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def note(text: str) -> None:
     """Write a line to standard error, wrapped at words in a terminal. Standard output is for the model's text."""
     console = make_console(stderr=True)

@@ -1,4 +1,8 @@
-"""Says on standard error what a command waits for, so that no screen is silent for longer than two seconds."""
+"""Says on standard error what a command waits for.
+
+So no command is silent in its first half minute for longer than two seconds, and none later for longer than a small
+share of its wait.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from forerun.text.terminal import make_console, note
+from forerun.text.terminal import make_console, note, redraws
 
 SILENT_S = 1.5  # between two lines, where there is no terminal; a process starts in half a second
 SHARE = 0.05  # of a long wait passes between two of its lines
@@ -22,19 +26,21 @@ class Waiting:
     Elsewhere a line is printed after SILENT_S seconds of silence, and during a long wait after SHARE of its duration. A
     repeated text is printed with the seconds of the wait. Displays that follow each other, as of opening, loading and
     reading, share one silence. text: a text or, outside of a terminal, a function that returns the current text; no
-    line is printed for an empty text. after_s: the seconds before a terminal shows the first text.
+    line is printed for an empty text. after_s: the seconds before a terminal shows the first text. is_quiet: whether
+    nothing is shown.
     """
 
     _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
 
-    def __init__(self, text: str | Callable[[], str], after_s: float = 0.0) -> None:
+    def __init__(self, text: str | Callable[[], str], after_s: float = 0.0, *, is_quiet: bool = False) -> None:
         self._after_s, self._lock = after_s, threading.Lock()
         self._text, self._told = text, ""
         self._begun_s = 0.0
         console = make_console(stderr=True)
-        is_drawn = console.is_terminal and not console.is_dumb_terminal and isinstance(text, str)
-        self._status = console.status(str(text)) if is_drawn else None
+        self._status = console.status("" if callable(text) else text) if redraws(console) else None
         self._over = threading.Event()
+        if is_quiet:
+            self._over.set()  # as if it had ended
 
     def tell(self, text: str) -> None:
         """Show another text from now on. Any thread may call this."""
@@ -74,7 +80,7 @@ class Waiting:
     def _print_lines(self) -> None:
         while not self._over.wait(max(LOOK_S, self._still_silent_s())):
             with self._lock:  # no line comes behind the end
-                text = self._text if isinstance(self._text, str) else self._text()
+                text = self._text() if callable(self._text) else self._text
                 if text and not self._over.is_set() and self._still_silent_s() <= 0:
                     now_s = time.monotonic()
                     note(text if text != self._told else f"{text}, {now_s - self._begun_s:.0f} s")

@@ -195,8 +195,8 @@ def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
 
 
 def _values(runs: Seq[dict[str, Any]], name: str) -> str:
-    """Return the different values that runs have of an entry or an option, joined by 'and'."""
-    return " and ".join(sorted({str({**run, **run["options"]}[name]) for run in runs}))
+    """Return the different values that runs have of an entry or an option, in the runs' order, joined by 'and'."""
+    return " and ".join(dict.fromkeys(str({**run, **run["options"]}[name]) for run in runs))
 
 
 def last_numbers(run: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.drafters.shared.stores import KIND
 from forerun.errors import NotFound
-from forerun.train.texts import encoded_texts
+from forerun.train.texts import encoded_texts, refuse_out
 
 Ints = npt.NDArray[np.int32]
 
@@ -30,7 +30,8 @@ def train(
     target: as for LLM; None = the default target. texts, max_text_bytes: as in `read_texts`. progress: called after
     each text, with the number of tokens so far. Raises UserError for wrong options, if possible before a text is read.
     """
-    ids, num_ids, fingerprint = encoded_texts(target, texts, out, max_text_bytes)
+    refuse_out(out)
+    ids, num_ids, fingerprint = encoded_texts(target, texts, max_text_bytes)
     tokens = joined(ids, num_ids, progress)
     save(tokens, out, fingerprint)
     return len(tokens)

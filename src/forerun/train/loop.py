@@ -106,7 +106,7 @@ def train(
 
 def _validated(task: Task, quiet: bool) -> dict[str, float]:
     """Return the measures of a validation, and say meanwhile that it runs. quiet: whether to say nothing."""
-    with nullcontext() if quiet else Waiting("validating"):
+    with Waiting("validating", is_quiet=quiet):
         return task.validate()
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from forerun.drafters.shared import artifacts, tables
 from forerun.errors import BadOption, NotFound
-from forerun.train.texts import encoded_texts
+from forerun.train.texts import encoded_texts, refuse_out
 
 MOST_COUNT = 2**32 - 1  # of a file's counts
 MERGE_PAIRS = 4_000_000  # pairs that wait until they are counted together
@@ -103,7 +103,8 @@ def train(
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:
             raise BadOption(f"{name}={value} is not possible: it must be in 1 .. {most}")
-    ids, num_ids, fingerprint = encoded_texts(target, texts, out, max_text_bytes)
+    refuse_out(out)
+    ids, num_ids, fingerprint = encoded_texts(target, texts, max_text_bytes)
     fit = fitted(ids, num_ids, order, progress)
     save(fit, out, fingerprint, max_followers)
     return fit

@@ -61,16 +61,17 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
             raise BadOption(f"the file {shown(str(file))} is not UTF-8 text: convert it first")
 
 
-def encoded_texts(
-    target: str | None, paths: Seq[Path], out: Path, max_bytes: int
-) -> tuple[Iterator[list[int]], int, str]:
-    """Return the token ids of each of `read_texts`, how many ids the target has, and its tokenizer's fingerprint.
-
-    target: as for LLM; None = the default target. Raises UserError for wrong options, such as an `out` that cannot be a
-    file, before any text is read.
-    """
+def refuse_out(out: Path) -> None:
+    """Raise BadOption if `out` cannot be a file."""
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
+
+
+def encoded_texts(target: str | None, paths: Seq[Path], max_bytes: int) -> tuple[Iterator[list[int]], int, str]:
+    """Return the token ids of each of `read_texts`, how many ids the target has, and its tokenizer's fingerprint.
+
+    target: as for LLM; None = the default target. Raises UserError for a wrong target, before any text is read.
+    """
     opened = Opened.of(EngineConfig.make(**({} if target is None else {"target": target})))
     tokenizer = opened.text_tokenizer()
     num_ids = min(tokenizer.num_ids, opened.vocab_size)

@@ -52,7 +52,6 @@ LOOK_AHEAD = "look_ahead"  # the vectors of pass
 EMBEDDINGS = "embed_tokens.weight"  # an embedding that a head brings along
 TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are in no matrix product, because their rows are looked up
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-CONVERT = "convert it with `forerun convert-head FOLDER OUT`, which runs none of it"
 NUM_PROBES = 8  # embeddings of the target in a probe, spread over its ids
 MOST_UNLIKE = 0.25  # largest difference between probes, over the probe's norm; rounding to 4 bits makes about 0.1
 LARGEST = Features.largest  # bound on the hidden states that a head reads
@@ -135,7 +134,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
     if not files and pickles:
         raise UnsupportedModel(
             f"{where} has weights in {pickles[0]} only, which is a pickle and runs code when it is loaded: fetch it "
-            f"with `{program('hf')} download {where} --local-dir FOLDER`, {CONVERT}, and write {method}:path=OUT"
+            f"with `{program('hf')} download {where} --local-dir FOLDER`, {_convert()}, and write {method}:path=OUT"
         )
     if CONFIG not in names or not files:
         raise NotFound(f"{where} holds no {CONFIG if files else WEIGHTS}, and is no head: name {_known(method)}")
@@ -161,7 +160,7 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
         raise UnsupportedModel(
-            f"{shown(path)} is a pickle, which runs code when it is loaded: {CONVERT}, and name that folder"
+            f"{shown(path)} is a pickle, which runs code when it is loaded: {_convert()}, and name that folder"
         )
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise NotFound(f"{shown(path)} is no folder with {CONFIG} and {WEIGHTS}: name {_known(method)}")
@@ -369,3 +368,7 @@ def published_config(path: str, key: str) -> dict[str, Any] | None:
         return None
     config = read_json(folder / CONFIG)
     return config if key in config and "forerun" not in config else None
+
+
+def _convert() -> str:
+    return f"convert it with `{program('forerun')} convert-head FOLDER OUT`, which runs none of it"
