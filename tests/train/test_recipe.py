@@ -213,19 +213,35 @@ def test_a_sequence_that_gave_way_is_recorded_from_its_beginning() -> None:
     assert "2 of 5 tokens of a text were seen" in refusal(InternalError, recorder.take, 3, 5)
 
 
-def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:
-    """Behind sampling, and a tenth of the time however long that took; ten times the samples at most."""
-    weight = torch.ones(1)
-    facts = {"num_tokens": 10**6}
-    task: Any = SimpleNamespace(weights={"w": weight}, loss=lambda step: (weight * step).sum(), facts=facts)
+@pytest.mark.parametrize(("bf16_s", "autocast", "per_s"), [(0.25, "bf16", 4), (2.0, "off", 2), (None, "off", 2)])
+def test_steps_are_those_that_fit_into_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16_s: float | None, autocast: str, per_s: int
+) -> None:
+    """In the faster arithmetic; a tenth of the time however long the rest took, and ten times the samples at most."""
+    monkeypatch.setattr(loop, "has_bf16", lambda device: bf16_s is not None)
+    step_s = {"off": 0.5, "bf16": bf16_s or 0.0}
+    num_timed = 1 + recipe.TIMED_STEPS
+    timed_s = num_timed * sum(step_s.values())
+    now, weight = 0.0, torch.ones(1)
 
-    def steps(sampled_s: float) -> int:
+    def loss(step: int) -> torch.Tensor:
+        nonlocal now
+        now += step_s[task.config.autocast]
+        return (weight * step).sum()
+
+    run = HeadConfig(out=tmp_path, samples=tmp_path / "samples.ids", method=METHOD, tokens_per_step=1024)
+    task: Any = SimpleNamespace(weights={"w": weight}, loss=loss, facts={"num_tokens": 10**6}, config=run)
+
+    def steps(sampled_s: float) -> int | None:
         state = State(HOURS, METHOD, sampled_s=sampled_s)
-        clock = clock_of()
-        return recipe.steps_for(config_of(tmp_path), state, task, clock, clock())  # a third of a second for each step
+        after = recipe.planned(config_of(tmp_path), state, task, lambda: now, now - 1)
+        assert after == replace(state, autocast=cast(Any, autocast), steps=after.steps)
+        assert task.config == run
+        return after.steps
 
-    assert steps(99.0) == 3 * (120 - 99 - 2)  # a second until the first timed step, and one for these
-    assert steps(1000.0) == 3 * 12
+    assert recipe._run_of(config_of(tmp_path), State(HOURS, METHOD, autocast="bf16"), 8).autocast == "bf16"
+    assert steps(95.0) == per_s * (120 - 95 - 1 - timed_s)
+    assert steps(1000.0) == per_s * 12
     assert weight.grad is None
     task.facts["num_tokens"] = 2048
     assert steps(55.0) == 20
@@ -245,6 +261,9 @@ def test_other_words_for_a_folder_are_refused(target: Path, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
     (tmp_path / "recipe.json").write_text(json.dumps({**asdict(State(HOURS, METHOD)), "of_another_version": 1}))
     assert State.of(config_of(tmp_path)) == State(HOURS, METHOD), "what it does not know it leaves alone"
+    older = {name: value for name, value in asdict(State(HOURS, METHOD)).items() if name != "autocast"}
+    (tmp_path / "recipe.json").write_text(json.dumps(older))
+    assert State.of(config_of(tmp_path)) == State(HOURS, METHOD), "a run from before it had a choice"
     State(1.0, METHOD).save(tmp_path)
     assert "begun with hours=" in refusal(BadOption, recipe.make, config_of(tmp_path), str(target), quiet=True)
     with pytest.raises(BadOption, match="begun with method="):
