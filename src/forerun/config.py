@@ -11,15 +11,16 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Signature, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.native import VARIABLES
 from forerun.params import SamplingParams
-from forerun.registry import by_name, by_value, checked, option, stated, unknown, with_fields
+from forerun.registry import by_name, by_value, checked, flag_of, not_among, option, stated, unknown, with_fields
 
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
@@ -238,7 +239,7 @@ class EngineConfig:
         def __new__(cls, *_: Any, **given: Any) -> EngineConfig:
             """Raise BadOption for a name that is no field."""
             for name in given.keys() - cls.__dataclass_fields__.keys():
-                raise BadOption(_no_option(name, given[name]))
+                raise BadOption(_no_option(name, given[name]), name)
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -251,7 +252,7 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
-                raise BadOption(f"{name}='' names nothing: leave {name} out, or give it a value")
+                raise BadOption(f"{name}='' names nothing: leave {name} out, or give it a value", name)
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, hub_id_of(getattr(self, name)))
         if self.quantization is not None:
@@ -259,13 +260,15 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_batch_size:
             raise BadOption(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is not possible: it must be at least "
-                f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step"
+                f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step",
+                "max_num_batched_tokens",
             )
         for field in fields:
             choices = field.metadata.get("choices")
             value = getattr(self, field.name)
             if choices is not None and value not in choices:
-                raise BadOption(by_value(field.name, value) or unknown(f"{field.name} called", value, choices))
+                said = by_value(field.name, value) or not_among(field.name, value, choices)
+                raise BadOption(said, field.name)
 
     def options(self) -> dict[str, Any]:
         """Return all options but the target as keyword arguments of LLM, for a target that is loaded already."""
@@ -314,13 +317,13 @@ class EngineConfig:
         Aliases are resolved within each source, so options contradict each other only within a source. Raises BadOption
         and NotFound.
         """
-        (given, file, variables) = _read_sources(flags, config_file)
-        if (models := _models_of(file)) is not None:
+        sources = _Sources.read(flags, config_file)
+        if (models := _models_of(sources.file)) is not None:
             raise BadOption(
                 f"the config file names models ({', '.join(models)}), as `forerun serve` takes them: write the options "
                 "of one model, without [models]"
             )
-        return cls._merged((usual or {}, file, variables, given))
+        return sources.merged(cls, usual or {})
 
     @classmethod
     def several(
@@ -333,23 +336,23 @@ class EngineConfig:
         them. Without targets and tables there is one engine, and other sources name its target. Raises BadOption and
         NotFound.
         """
-        given, file, variables = _read_sources(flags, config_file)
-        models = _models_of(file)
+        sources = _Sources.read(flags, config_file)
+        file, models = sources.file, _models_of(sources.file)
         if models is None:
             named = [{"target": target} for target in targets] or [{}]
-            return [cls._merged((file, variables, given, one)) for one in named]
+            return [replace(sources, given={**sources.given, **one}).merged(cls) for one in named]
         if targets:
             raise BadOption(
                 f"the config file names models ({', '.join(models)}) and the command does, too ({', '.join(targets)}): "
                 "name them in one place"
             )
         rest = {name: value for name, value in file.items() if name != _MODELS}
-        if "target" in rest or "target" in variables:
+        if "target" in rest or "target" in sources.variables:
             raise BadOption("target and [models] contradict each other: drop one of them")
         configs = list[EngineConfig | tuple[str, EngineConfig]]()
         for name, options in models.items():
             try:
-                configs.append((name, cls._merged((rest, options, variables, given))))
+                configs.append((name, replace(sources, file=options).merged(cls, rest)))
             except BadOption as error:
                 raise BadOption(f"[models.{name}]: {error}") from error
         return configs
@@ -386,6 +389,12 @@ def _no_option(name: str, value: object) -> str:
         )
     known = EngineConfig.__dataclass_fields__
     return by_name(name, known, "SamplingParams") or unknown("option", name, known)
+
+
+def _of_requests(name: str, value: object) -> str | None:
+    """Return what to do on a command line instead, if the name is a parameter of requests; otherwise None."""
+    field = SamplingParams.__dataclass_fields__.get(name)
+    return None if field is None else f"give it with each request, as {flag_of(field)} {value}"
 
 
 def hub_id_of(text: str) -> str:
@@ -504,14 +513,41 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
     options[name] = value
 
 
-def _read_sources(
-    flags: Mapping[str, Any], config_file: str | None
-) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """Return three sources: the given flags, the config file and the environment variables."""
-    variables = _read_environment()
-    file = variables.pop("config", None) if config_file is None else config_file
-    given = {k: v for k, v in flags.items() if v is not None}
-    return given, _read_file(file) if file else {}, variables
+@dataclass(frozen=True)
+class _Sources:
+    """Holds options by their source: command-line flags, environment variables, and a config file at `path`."""
+
+    given: Mapping[str, Any]
+    variables: Mapping[str, Any]
+    file: Mapping[str, Any]
+    path: str | None
+
+    @classmethod
+    def read(cls, flags: Mapping[str, Any], config_file: str | None) -> _Sources:
+        """Read the environment variables, and the config file. Flags that are None are not given."""
+        variables = _read_environment()
+        path = variables.pop("config", None) if config_file is None else config_file
+        given = {name: value for name, value in flags.items() if value is not None}
+        return cls(given, variables, _read_file(path) if path else {}, path)
+
+    def merged(self, config: type[EngineConfig], earlier: Mapping[str, Any] = MappingProxyType({})) -> EngineConfig:
+        """Return the merged options. The options `earlier` are overridden by all sources.
+
+        Raises BadOption; the message names the environment variable or the file that gives a wrong option.
+        """
+        try:
+            return config._merged((earlier, self.file, self.variables, self.given))
+        except BadOption as error:
+            name = error.option
+            if name is None or name in self.given or not (name in self.variables or name in self.file):
+                raise
+            is_of_file, message = name not in self.variables, str(error)
+            if name not in config.__dataclass_fields__:
+                there = _of_requests(name, self.file.get(name))
+                message = f"{name} is no option of the engine: {there}" if there else message
+            if is_of_file:
+                raise BadOption(f"the config file {shown(self.path)}: {message}") from None
+            raise BadOption(message.replace(name, f"FORERUN_{name.upper()}", 1)) from None
 
 
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
@@ -544,6 +580,7 @@ def _read_environment() -> dict[str, Any]:
         if variable.startswith("FORERUN_") and variable not in allowed and not is_a_link:
             option = variable.removeprefix("FORERUN_").lower()
             there = by_name(option, EngineConfig.__dataclass_fields__, "SamplingParams", "FORERUN_")
+            there = there or _of_requests(option, value)
             raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, allowed))
     return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 

@@ -519,7 +519,7 @@ class SamplingParams:
         object.__setattr__(self, field.name, value)
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, str) and kind is TEXTS:
-                _require(one != "", field.name, value, "texts that are not empty")
+                _require(one != "", field.name, one, "a text that is not empty")
             elif not isinstance(one, str):
                 check_range(one, about, f"{field.name}={shown(value)}", field.name)
 

@@ -78,7 +78,9 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("flag", f"--{field.name.replace('_', '-')}"))
 
 
+KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 MAX_NESTED = 20  # how deep the parentheses of a spec may be nested
+_METHOD = re.compile(r"^class Options\b", re.MULTILINE)
 LONGEST_GUESSED = 100  # for names of at most so many characters, the nearest known name is looked for
 
 
@@ -96,7 +98,7 @@ def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     Results are cached until a folder changes.
     """
     files = [file for folder, _ in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
-    return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
+    return tuple(sorted(file.stem for file in files if _METHOD.search(file.read_text(encoding="utf-8"))))
 
 
 def stated(package: str, constant: str) -> dict[str, str]:
@@ -126,10 +128,20 @@ def load(package: str, name: str, what: str) -> types.ModuleType:
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the error sentence for a name that does not exist, with the most similar name that exists."""
+    return f"there is no {what} {shown(name)}{_one_of(name, known)}"
+
+
+def not_among(option: str, value: str, known: Iterable[str]) -> str:
+    """Return the error sentence for a value that an option does not take, with the most similar value that it takes."""
+    return f"{option}={shown(value)} is not possible{_one_of(value, known)}"
+
+
+def _one_of(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error sentence: the known name that is most similar to `name`, and all known names."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_GUESSED else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"there is no {what} {shown(name)}{hint}: it must be one of {', '.join(known)}"
+    return f"{hint}: it must be one of {', '.join(known)}"
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -227,7 +239,7 @@ def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict
             )
         label = f"{method}:{key}" if method else key
         converted[key] = _convert(value, hints[key], label)
-        check_range(converted[key], fields[key].metadata, f"{label}={shown(converted[key])}")
+        check_range(converted[key], fields[key].metadata, f"{label}={shown(converted[key])}", label)
     return converted
 
 
@@ -258,7 +270,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             return value
     except (TypeError, ValueError, KeyError, OverflowError):
         pass
-    raise BadOption(f"{name}={shown(value)} is not possible: it must be of type {kind.__name__}")
+    raise BadOption(f"{name}={shown(value)} is not possible: it must be {KINDS.get(kind, kind.__name__)}", name)
 
 
 def check_fields(options: Any) -> None:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import pickle
+import re
 
 import numpy
 import pytest
@@ -114,14 +115,14 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
     [
         ({"spec_lenght": 3}, "did you mean 'spec_length'"),
         ({"spec_length": 0}, "spec_length=0 is not possible: it must be in 1 .. 64"),
-        ({"spec_length": "many"}, "spec_length='many' is not possible: it must be of type int"),
+        ({"spec_length": "many"}, "spec_length='many' is not possible: it must be a whole number"),
         ({"dtype": "int4"}, "auto, bfloat16, float32"),
         ({"dtype": "bf16"}, "dtype='bf16' is not possible: write bfloat16"),
         ({"dtype": "fp32"}, "dtype='fp32' is not possible: write float32"),
         ({"dtype": "float16"}, "dtype='float16' is not possible: weights stored in float16 are read and computed in"),
         ({"dtype": "half"}, "dtype='half' is not possible: weights stored in float16 are read and computed in"),
         ({"generation_config": "vllm"}, "generation_config='vllm' is not possible: vLLM's vllm is none here"),
-        ({"generation_config": "./folder"}, "there is no generation_config called './folder'"),
+        ({"generation_config": "./folder"}, "generation_config='./folder' is not possible"),
         ({"speculative_config": {"method": "pard", "model": "x"}}, "draft='pard' is not possible: there is no such"),
         ({"speculative_config": {"model": "x", "prompt_lookup_max": 4}}, 'prompt_lookup_max is draft="lookup:max_n=N"'),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "drop one of them"),
@@ -204,6 +205,27 @@ def test_variables_name_options_or_the_config_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_variables")
+def test_errors_name_the_source_of_a_wrong_option(tmp_path, monkeypatch):
+    wrong = 'spec_length = "x"\n'
+    said = refusal(BadOption, merged, tmp_path, wrong)
+    assert re.fullmatch(r"the config file .*toml': spec_length='x' is not possible: it must be a whole number", said)
+    assert merged(tmp_path, wrong, spec_length=5).spec_length == 5, "a flag stands in its place"
+    assert refusal(BadOption, merged, tmp_path, wrong, spec_length=99).startswith("spec_length=99 is not possible")
+    monkeypatch.setenv("FORERUN_SPEC_LENGTH", "y")
+    assert refusal(BadOption, merged, tmp_path, wrong).startswith("FORERUN_SPEC_LENGTH='y' is not possible")
+    monkeypatch.delenv("FORERUN_SPEC_LENGTH")
+    said = refusal(BadOption, merged, tmp_path, "max_tokens = 5")
+    assert said.endswith(": max_tokens is no option of the engine: give it with each request, as --max-tokens 5")
+    several = f'[models.a]\ntarget = "x"\n{wrong}'
+    (tmp_path / "models.toml").write_text(several)
+    said = refusal(BadOption, EngineConfig.several, [], {}, str(tmp_path / "models.toml"))
+    assert said.startswith("[models.a]: the config file")
+    monkeypatch.setenv("FORERUN_BAD_WORDS", "y")
+    said = refusal(BadOption, EngineConfig.from_sources, {})
+    assert said == "there is no FORERUN_BAD_WORDS: give it with each request, as --bad-word y"
+
+
+@pytest.mark.usefixtures("no_variables")
 def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     assert "cannot be read" in refusal(BadOption, EngineConfig.from_sources, {}, str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
@@ -239,7 +261,7 @@ def test_keys_to_ignore_are_a_text_or_a_list():
         assert EngineConfig.make(ignore_config_keys=given).ignored_config_keys == {"made_by", "made_in"}
     assert EngineConfig().ignored_config_keys == frozenset()
     for given in (5, [5], {"made_by": 1}):
-        with pytest.raises(BadOption, match=r"ignore_config_keys=.* is not possible: it must be of type str"):
+        with pytest.raises(BadOption, match=r"ignore_config_keys=.* is not possible: it must be a text"):
             EngineConfig.make(ignore_config_keys=given)
 
 
@@ -331,8 +353,8 @@ def test_a_name_of_another_engine_is_answered_with_ours():
     [
         ({"max_batchsize": 3}, "there is no option 'max_batchsize' (did you mean 'max_batch_size'?)"),
         ({"max_batch_size": -3}, "max_batch_size=-3 is not possible: it must be in 1 .. 1024"),
-        ({"max_batch_size": "many"}, "max_batch_size='many' is not possible: it must be of type int"),
-        ({"draft": None}, "draft=None is not possible: it must be of type str"),
+        ({"max_batch_size": "many"}, "max_batch_size='many' is not possible: it must be a whole number"),
+        ({"draft": None}, "draft=None is not possible: it must be a text"),
     ],
 )
 def test_a_configuration_of_its_own_is_checked_as_one_of_llm(options, words):

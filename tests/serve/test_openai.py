@@ -36,6 +36,8 @@ def test_defaults_are_those_of_the_api() -> None:
     assert read(COMPLETIONS).params == SamplingParams(max_tokens=16)
     assert read(CHAT).params == SamplingParams(max_tokens=None)
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
+    floats = {name: float(value) for name, value in given.items()}
+    assert repr(read(CHAT, **floats).params) == repr(SamplingParams(**given)), "JSON has one type of numbers"
     for url in (CHAT, COMPLETIONS):
         asked = {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}
         job = generating()[url].job(asked, "small", given)
@@ -212,7 +214,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "two grammars"),
     (CHAT, {"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json", "two grammars"),
     (COMPLETIONS, {"guided_json": "{"}, "guided_json", "it must be a JSON schema"),
-    (COMPLETIONS, {"guided_choice": [""]}, "guided_choice", "texts that are not empty"),
+    (COMPLETIONS, {"guided_choice": [""]}, "guided_choice", "a text that is not empty"),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "two grammars"),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
     (COMPLETIONS, {"structured_outputs": "json"}, "structured_outputs", "must be an object"),
@@ -244,7 +246,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "with a stream"),
     (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "it must be"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
-    (COMPLETIONS, {"prompt": ["a", [1]], "stop": [""]}, "stop", "texts that are not empty"),
+    (COMPLETIONS, {"prompt": ["a", [1]], "stop": [""]}, "stop", "a text that is not empty"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a text"),
     (COMPLETIONS, {"prompt": None}, "prompt", "must be a text"),
     (COMPLETIONS, {"messages": HELLO}, "messages", "a field of /v1/chat/completions"),

@@ -178,7 +178,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (message, {"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content", "texts alone"),
     (message, {"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, None, "calls tools"),
     (message, {"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0]", "no tool"),
-    (message, {"stop_sequences": [""]}, "stop_sequences", "texts that are not empty"),
+    (message, {"stop_sequences": [""]}, "stop_sequences", "a text that is not empty"),
     (message, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
 ]
 

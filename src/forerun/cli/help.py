@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence as Seq
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -88,6 +89,10 @@ class _Command(TyperCommand):
             return rest
         except UsageError as error:
             error.ctx = error.ctx or ctx  # of the command whose help is of use; click's parser leaves it out
+            if model is not None and getattr(error, "possibilities", None) is not None:
+                error.possibilities = get_close_matches(
+                    error.option_name, [TARGET, *(flag for flag in flags if flag.startswith("--"))]
+                )
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -42,6 +42,7 @@ from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
 from forerun.errors import FULL, BadOption, ForerunError, UserError, not_installed
+from forerun.registry import flag_of
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -536,8 +537,10 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
             raise error.__context__ from None
         raise
     except OSError as error:
-        about = f"{str(error.filename)!r}: " if error.filename else ""
-        return _fail(f"{about}{error.strerror or error}: {_way_out(error)}", 2)
+        about = f"{str(error.filename)!r}: {error.strerror}" if error.filename else f"{error.strerror or error}"
+        if not error.filename and error.errno in FULL:
+            about = f"the output cannot be written ({error.strerror})"
+        return _fail(f"{about}: {_way_out(error)}", 2)
     except (typer.Abort, KeyboardInterrupt):
         return ABORTED
     except _USAGE_ERROR as error:
@@ -562,11 +565,16 @@ def _as_typed(message: str, arguments: Seq[str]) -> str:
 
     Messages about a line of a file stay as they are, because the line gave the value.
     """
-    flags = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments)}
+    from forerun.config import EngineConfig
+    from forerun.params import SamplingParams
+
+    typed_flags = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", arguments)}
+    fields = {**EngineConfig.__dataclass_fields__, **SamplingParams.__dataclass_fields__}
 
     def typed(match: re.Match[str]) -> str:
-        flag = f"--{match[1].replace('_', '-')}"
-        return f"{flag} " if flag in flags else match[0]
+        name = match[1]
+        flag = flag_of(fields[name]) if name in fields else f"--{name.replace('_', '-')}"
+        return f"{flag} " if flag in typed_flags else match[0]
 
     is_of_line = re.match(r"(line|request) \d+: ", message)
     return message if is_of_line else re.sub(r"(?<![^\s(`])(\w+)=(?!True\b|False\b)(?=\S)", typed, message)

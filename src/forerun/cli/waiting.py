@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +39,7 @@ class Answering(Waiting):
         if not self._over.is_set():
             self._unlisten()
         super().end()
-        Waiting._ended_s = -math.inf  # the answer is printed now, which ends the silence
+        self.break_silence()  # the answer is printed now
 
     def _see(self, report: StepReport) -> None:
         self._num_read += report.num_prefill_tokens

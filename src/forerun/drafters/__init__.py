@@ -24,7 +24,7 @@ from forerun import ops
 from forerun.config import AUTO, Quantization
 from forerun.errors import BadOption, NotFound, shown
 from forerun.models import named
-from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
+from forerun.registry import by_value, load, make_options, names, parse_spec, unknown, unwrapped
 from forerun.types import Budget, Coins, Draft, Next, Sequence
 
 if TYPE_CHECKING:
@@ -414,6 +414,10 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
         raise BadOption(there)
     if not is_method and not is_path and looks and spec.endswith(_FILES):
         raise NotFound(f"there is no file {shown(spec)}: check the name")
+    if not is_method and not is_path and looks and ":" not in bare:
+        raise BadOption(
+            f"{unknown('drafter', bare, names(__name__))}, or a draft model: its folder, GGUF file or hub id (org/name)"
+        )
     # A folder's name may have a colon in it, so the folder is looked for before the spec is split at its colon.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(bare)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)

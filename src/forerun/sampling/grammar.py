@@ -283,7 +283,7 @@ class Grammar:
             if name == "grammar" and (match := _IN_SCHEMA.search(why)):
                 name, why = "a JSON schema", f"{match[1]}, in {match[2]:.160}"
             why = _PANIC if why.startswith("panic") else " ".join(why.replace("<non-verbose/>", "").split())[:300]
-            if "oneOf" in why:
+            if "oneOf constraints" in why:
                 why = "a text may match two ways of oneOf, which is not told: write anyOf, if that is as good"
             raise BadOption(f"{name} cannot be honoured: {why}; change it, or leave it out")
 

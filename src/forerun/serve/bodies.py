@@ -32,7 +32,7 @@ from forerun.serve.fields import (
     Fields,
 )
 from forerun.serve.refused import Refused as Refused
-from forerun.serve.schemas import check_schema
+from forerun.serve.schemas import check_schema, whole
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsup
         try:
             if known is None:
                 raise _unknown(form, name, fields.keys())
+            value = value if known.schema is None else whole(value, known.schema)
             check_value(name, value, known)
         except Refused as error:
             given.ignore(error)

@@ -39,6 +39,18 @@ def check_schema(where: str, value: Any, schema: Schema) -> None:
         raise refusal
 
 
+def whole(value: Any, schema: Schema) -> Any:
+    """Return a float without a fraction as an int, if the schema permits whole numbers; return other values unchanged.
+
+    Clients in languages without integers send floats, and JSON has one type of numbers.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() and _takes_whole(schema) else value
+
+
+def _takes_whole(schema: Schema) -> bool:
+    return schema.get("type") == "integer" or any(map(_takes_whole, schema.get("anyOf", ())))
+
+
 def _refusal(where: str, value: Any, schema: Schema) -> Refused | None:
     """Return the error for a value that a schema does not permit; None if the schema permits the value."""
     if "anyOf" in schema:

@@ -48,6 +48,11 @@ class Waiting:
         if self._status is not None:
             self._status.update(text)
 
+    @staticmethod
+    def break_silence() -> None:
+        """Let the next display measure silence anew, because the command prints something else now."""
+        Waiting._ended_s = -math.inf
+
     def end(self) -> None:
         """Stop showing. A second call does nothing."""
         with self._lock:
