@@ -169,7 +169,7 @@ int64_t rows_of(const Model& m, const std::vector<int>& layers, const Pools& poo
     return rows;
 }
 
-// numbers: as of runs, six for each, or none.
+// numbers: six for each run, as for `Runs`; empty without sources.
 Runs sources_of(const Model& m, const Numbers& numbers, int num_runs, const std::vector<int>& layers,
                 const Pools& pools) {
     Runs sources(numbers, numbers.empty() ? 0 : num_runs, pools.block_tokens, rows_of(m, layers, pools, 0, true));
@@ -256,8 +256,7 @@ std::vector<StateRun> state_runs_of(const Model& m, const Numbers& numbers, cons
     return found;
 }
 
-// sources: of each run how many rows its blocks see of a source, in the form of runs that are all cached; none without
-// sources.
+// sources: for each run the rows of its source, written as a run with cached rows alone; none without sources.
 Pass make_pass(const Ids& tokens, const int64_t* positions, const Rotations& rotations, const std::vector<Runs>& runs,
                const Runs& sources, const Pools& pools, const std::vector<int>& layers) {
     Pass pass{};
@@ -464,24 +463,25 @@ void bind_model(nb::module_& m) {
             },
             "temperature"_a, "top_k"_a, "log_min_p"_a, "top_p"_a, "most_listed"_a, "shares_noise"_a, "seed"_a,
             "position"_a, "round"_a,
-            "temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match "
-            "verification. position: of the first id.");
+            "temperature: 0 = the id of the largest logit. shares_noise: whether ids are drawn with the noise of match "
+            "verification. position: the position of the first id.");
     nb::class_<Pools>(m, "Pools", "Addresses of a cache's keys and values, one pool for each block.")
         .def(
             nb::init<const Addresses&, const Addresses&, int, std::vector<std::array<size_t, 2>>, std::vector<int64_t>,
                      int, bool, std::vector<int>>(),
             "keys"_a, "values"_a, "block_tokens"_a, "row_bytes"_a, "num_rows"_a, "type"_a, "refined"_a = false,
             "kinds"_a = std::vector<int>{},
-            "row_bytes: of keys and of values, one pair for all pools or one for each; num_rows alike. type: 0 float32, 1 bfloat16, 2 bytes. refined: "
-            "whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a "
-            "pass have its rows; none = the first.")
+            "row_bytes: the bytes of a row of keys and of a row of values, one pair for all pools or one for each pool. "
+            "num_rows: the number of rows, likewise. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have "
+            "second codes, see KeyOrder in csrc/kernels.h. kinds: for each pool the index of the runs, among a pass's lists "
+            "of runs, that tell the pool's rows; none = the first.")
         .def(
             "save",
             [](const Pools& self, int64_t block, Address bytes, size_t num_bytes) {
                 self.move<false>(block, at<char>(bytes), num_bytes);
             },
             Free(), "block"_a, "bytes"_a, "num_bytes"_a,
-            "Writes the rows of a block, keys then values of each pool, to an address.")
+            "Writes the rows of a block to an address: for each pool its keys, then its values.")
         .def(
             "load",
             [](const Pools& self, int64_t block, Address bytes, size_t num_bytes) {
@@ -490,8 +490,9 @@ void bind_model(nb::module_& m) {
             Free(), "block"_a, "bytes"_a, "num_bytes"_a, "Reads the rows of a block from where `save` wrote them.")
         .def(
             "keep_states", &Pools::keep_states, "num_states"_a, "num_rows"_a, "layers"_a,
-            "Says where recurrent layers have their states, and the inputs of tokens behind them.\n\nlayers: of each its number; the addresses "
-            "of states, of the inputs before each, of inputs of tokens and of their gates; and the bytes of one of each.")
+            "Says where recurrent layers keep their states, and the inputs of the tokens after these states.\n\n"
+            "layers: for each layer its number, then four addresses (of states, of the inputs before each state, of the "
+            "inputs of tokens, and of the gates of tokens), then the bytes of one entry at each address.")
         .def("copy", &Pools::copy, "sources"_a, "targets"_a,
              "Copies row sources[i] to row targets[i] in every block, one after the other.");
     nb::class_<Model>(m, "Model",
@@ -499,28 +500,28 @@ void bind_model(nb::module_& m) {
                       "addresses of contiguous memory, which the caller keeps alive.")
         .def_prop_ro(
             "rotations", [](const Model& self) { return self.parts().rotations; },
-            "Of each table of cos and sin that a pass takes, the first block that it is of.")
+            "For each table of cos and sin that a pass takes, the first block that uses the table.")
         .def(
             "forward", &forward, "tokens"_a, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a,
             "layers"_a, "input"_a, "taps"_a, "is_normed"_a, "hidden"_a, "sources"_a = Numbers(), "states"_a = Numbers(),
             "Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.\n\n"
-            "rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. "
-            "numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first "
-            "of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block "
-            "k. is_normed: whether the final norm is applied. "
-            "sources: of each run the rows that blocks see of its source, as a run of cached rows alone. states: what recurrent "
-            "blocks read and write of each run, as forerun.ops.cpu.packed.state_numbers makes it. "
-            "Returns how many experts some row chose, of each of these blocks that has experts. "
-            "Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError "
-            "for numbers that do not hold together: of runs, blocks, sources, layers and taps.")
+            "rotations: for each table of the property `rotations`, the address of cos and sin by position, float32 "
+            "[positions, 2, turned dimensions], and the number of positions. numbers: the runs, from "
+            "forerun.ops.cpu.packed.run_numbers. layers: the blocks to run, ascending. input: float32 rows for the first "
+            "block, 0 = the tokens' embeddings; for a head the features of the tokens, 0 = zeros. taps: ascending pairs "
+            "(k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. "
+            "sources: for each run the rows of its source, written as a run with cached rows alone. states: the states that "
+            "recurrent blocks read and write for each run, from forerun.ops.cpu.packed.state_numbers. "
+            "Returns for each block with experts how many experts the rows chose. "
+            "Raises IndexError for a token without a row in the embedding, and for a position without cos and sin. Raises "
+            "InternalError for numbers of runs, blocks, sources, layers or taps that contradict each other.")
         .def(
             "features", &features, "layer_rows"_a, "num_rows"_a, "out"_a,
-            "Writes what a head makes of its target's rows behind each of its layers, float32 [num_rows, size], to `out`, float32 "
-            "[num_rows, hidden_size].")
-        .def(
-            "remember", &remember, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layer_rows"_a,
-            "Writes keys and values of what a head makes of its target's rows into all pools, as its blocks' context.\n\n"
-            "positions: of the rows. The rest is as for `forward` and `features`.")
+            "Writes a head's features, float32 [num_rows, hidden_size], to `out`.\n\nlayer_rows: the target's rows after "
+            "each layer that the head reads, float32 [num_rows, size].")
+        .def("remember", &remember, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layer_rows"_a,
+             "Writes the keys and values of a head's features into all pools, as the context of the head's blocks.\n\n"
+             "positions: the positions of the rows. The other arguments are those of `forward` and `features`.")
         .def(
             "norm",
             [](Model& self, Address hidden, int rows, Address out) {
@@ -540,18 +541,23 @@ void bind_model(nb::module_& m) {
             "pools"_a, "layers"_a, "num_ids"_a, "input"_a = 0, "stops"_a = std::vector<Stop>(),
             "layer_rows"_a = Addresses(), "sources"_a = Numbers(), "draws"_a = std::vector<Draw>(),
             "states"_a = Numbers(),
-            "Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the "
-            "distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None "
-            "where a logit is NaN.\n\ndraws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens "
-            "that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 "
-            "[tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape. states: as for `forward`, of all tokens that are fed.");
+            "Continues each run by lengths[i] ids, and returns these ids.\n\n"
+            "With stops, also returns the ids' probabilities; with draws, also their distributions in the form of "
+            "Sampler.probs, empty for an id that was not drawn. Returns None if a logit is NaN. "
+            "draws: one for each run, or none; without draws, each id is that of the largest logit. stops: one for each run, "
+            "which may end the run earlier, or none. counts: the number of tokens that each run begins with. numbers: as for "
+            "`forward`, with cache rows for all tokens that are fed. input: for a head, the features of the tokens in `counts`, "
+            "float32 [tokens, hidden_size]. layer_rows: in place of the features, the target's rows after each layer that "
+            "the head reads, each of the features' shape. states: as for `forward`, for all tokens that are fed.");
     m.def(
         "make_model", &make_model, "backend"_a, "spec"_a, "bfloat16"_a, "matrices"_a, "vectors"_a, "tables"_a,
         "target"_a.none() = nb::none(), "ids"_a = Ids(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 7>(),
-        "Makes a model of a forerun.blocks.Spec.\n\nbfloat16: the type of keys, values and plain rows, else float32. matrices: "
-        "packed, by the products of blocks.weights(spec), with their biases; gate and up paired; \"head\" unless it is "
-        "\"embedding\". vectors: addresses of norms' weights and biases, float32, by name. "
-        "tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. target: of a head, whose embedding it reads where it has none of its own; ids: those of "
-        "the target that its own stand for. "
-        "Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.");
+        "Makes a model of a forerun.blocks.Spec.\n\n"
+        "bfloat16: whether keys, values and plain rows are bfloat16; otherwise they are float32. matrices: packed matrices "
+        "with their biases, by the products of blocks.weights(spec); gate and up are paired, and \"head\" is left out if it "
+        "is \"embedding\". vectors: the addresses of the norms' weights and biases, float32, by name. tables: an embedding "
+        "that is not packed, and learned positions, in the type of plain rows. The caller keeps all weights alive. target: "
+        "for a head, the model whose embedding the head reads if it has none of its own. ids: the target's token id for each "
+        "id of the head. "
+        "Raises ValueError for a spec that `refusal` refuses, and for a missing weight.");
 }

@@ -156,7 +156,7 @@ void bind_numbers(nb::module_& m) {
         "system has them.");
     m.def(
         "convert", &convert, Free(), "backend"_a, "source"_a, "source_type"_a, "target"_a, "target_type"_a, "count"_a,
-        "Writes numbers of one type as those of another, on all threads, from an address to an address.\n\n"
-        "Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then "
-        "to the nearest of the type, ties to even.");
+        "Converts numbers at one address to another type at another address, on all threads.\n\n"
+        "Types: float64, float32, float16 and bfloat16; float8_e4m3fn can only be read. Each number is rounded to float32 "
+        "first, then to the nearest number of the type, ties to even.");
 }

@@ -245,19 +245,20 @@ void bind_ops(nb::module_& m) {
             return packed_bytes(bfloat16 ? Type::bfloat16 : Type::float32, num_out, num_in, paired);
         },
         "num_out"_a, "num_in"_a, "bfloat16"_a, "paired"_a = false,
-        "Counts the bytes of a packed matrix, padding included; num_out: of all parts.");
+        "Counts the bytes of a packed matrix, padding included.\n\nnum_out: the number of outputs of all parts.");
     m.def(
         "quantised_bytes",
         [](const SectionNumbers& sections, int num_in, bool paired) {
             return packed_bytes(sections_of(sections), num_in, paired);
         },
         "sections"_a, "num_in"_a, "paired"_a = false,
-        "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
+        "Counts the bytes of a packed quantised matrix.\n\nsections: as `pack_quantised` takes them.");
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/development/kernels.md.")
         .def_prop_ro(
-            "num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
+            "num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "The bytes in memory, padding included.")
         .def_prop_ro(
-            "address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
+            "address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); },
+            "The address of the first byte.")
         .def(
             "unpack_row",
             [](const Packed& p, int index, Address out) {
@@ -274,19 +275,19 @@ void bind_ops(nb::module_& m) {
         .def(
             "fill_stored", &fill_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a,
             "numbers"_a,
-            "Packs rows of a file as it stores them; returns False where `fill` has to be asked.\n\ntype: its number in GGUF "
-            "files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from "
-            "row 0 on.")
+            "Packs rows of a file in the form in which the file stores them; returns False if `fill` must pack them.\n\n"
+            "type: the number of the stored type in GGUF files. file: a descriptor. start: the first byte of row 0. numbers: "
+            "the address of the rows' numbers, int32, 0 = from row 0 on.")
         .def(
             "round_groups", &round_groups, Free(), "x"_a, "num_groups"_a, "group"_a, "bits"_a, "codes"_a, "scales"_a,
             "zeros"_a,
-            "Rounds groups of float32 that follow each other to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
+            "Rounds consecutive groups of float32 to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
             "(bfloat16) and zeros (uint8), one for each group.")
         .def(
             "round_stored", &round_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a,
             "numbers"_a, "group"_a,
-            "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales "
-            "fit.\n\nThe rest is as for `fill_stored`.")
+            "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them.\n\nReturns whether that was possible, and "
+            "whether all scales fit. The other arguments are those of `fill_stored`.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

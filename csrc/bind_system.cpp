@@ -84,5 +84,5 @@ void bind_system(nb::module_& m) {
         .def(nb::init<size_t, int>(), "num_bytes"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("num_bytes", &BandwidthProbe::num_bytes)
         .def("read", &read_all, "num_repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
-             "Bytes per second of each way of reading, once per repeat, the ways in turn.");
+             "Returns the bytes per second of each way of reading, once per repeat. The ways take turns.");
 }

@@ -201,7 +201,7 @@ class LayerPools:
             yield from (pool.keys[rows], pool.values[rows])
 
     def record_bytes(self, kind: int) -> int:
-        """Return the bytes of one block in all layers of a kind, or of one state, see `Pools`."""
+        """Return the bytes of one block in all layers of a kind; for the kind after the last one, of one state."""
         if kind == len(self.of_kind):
             return sum(part[:1].nbytes for pool in self.states.values() for part in (pool.states, pool.history))
         return sum(self.block_tokens * sum(pool.row_bytes) for pool in self.of_kind[kind])

@@ -38,6 +38,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
 PROBE_SHARE = 0.03  # reading a request's text for probes may cost at most this share of the tokens that it writes
+LEAST_SHARE = 0.1  # of first guesses that are accepted; below it a drafter reads no prompt before its first round
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
@@ -157,8 +158,10 @@ class AutoPacing(Pacing):
         if self._drafts and not had_drafts:
             may_draft = self._net.allows(self._step)
         for request, most in zip(requests, limits, strict=True):
-            named = request.seq.params.spec_length
-            request.granted = min(most, named if named is not None else self._wanted(request) if may_draft else 0)
+            wanted = request.seq.params.spec_length
+            if wanted is None:
+                wanted = self._wanted(request) if may_draft else 0
+            request.granted = min(most, wanted)
         return [request.granted for request in requests]
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
@@ -173,7 +176,7 @@ class AutoPacing(Pacing):
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
 
     def prepares(self, seq: Sequence) -> bool:
-        return self._of(seq).drafter_shares()[0] > 0.1 and not self.costs.traits_of(seq.draft).searches
+        return self._of(seq).drafter_shares()[0] > LEAST_SHARE and not self.costs.traits_of(seq.draft).searches
 
     def measure(self, pause: Pause = NOW) -> None:
         self.costs.measure(pause)

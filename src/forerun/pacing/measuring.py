@@ -74,9 +74,10 @@ def kept(runner: Runner) -> PassTime | None:
 
 
 def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
-    """Measure the pass times of a model on this machine, and keep them for later processes if the rounds agree.
+    """Measure the pass times of a model on this machine, and keep them for later processes.
 
-    The curve's `one_row_s` is None where nothing could be measured. Raises Unwanted when the pause ends.
+    Nothing is kept if repeated measurements differ much, because other programs were running. The curve's `one_row_s`
+    is None if nothing could be measured. pause: the time in which passes may be measured. Raises Unwanted if it ends.
     """
     curve = measured(runner, CONTEXT_TOKENS, pause)
     if curve.one_row_s is None:  # the cache may have no room for the context

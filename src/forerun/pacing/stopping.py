@@ -84,7 +84,7 @@ class Round:
 
 
 class Stopping:
-    """The acceptance rates by confidence and the average rounds of one drafter, and of each request that it serves."""
+    """Acceptance rates by confidence, and averages of rounds, for one drafter and for each of its requests."""
 
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
