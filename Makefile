@@ -201,21 +201,23 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@touch $@ $(NATIVE)
 
 # Packages arrive while the kernels are compiled. A terminal shows one line, of how far both are: each file of the kernels
-# is an object in the end, and pip says what it does last. Elsewhere each number of files is a line, and pip writes where
-# make does: it inherits that file, for /dev/stdout would open it anew and cut off what stands in it.
+# is an object in the end, and pip says what it does last. Elsewhere each number of files is a line, with a dot for each
+# second between two, and pip writes where make does: it inherits that file, for /dev/stdout would open it anew and cut off
+# what stands in it.
 define INSTALL
 { echo "the kernels are compiled while packages arrive, which takes two to nine minutes"; $(STOPPABLE); \
 	$(BIN)/python $(GROUP) env $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; started=$$!; \
 	{ [ ! -t 1 ] || exec > $(VENV)/arrived.txt 2>&1; exec $(BIN)/python $(GROUP) \
 		env $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); } & arrived=$$!; \
-	started="$$compiled $$arrived"; shown= came=; while { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
+	started="$$compiled $$arrived"; shown= dots= came=; while { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
 		[ -n "$$came" ] || kill -0 $$arrived 2> /dev/null || { wait $$arrived && came=yes || break; }; \
 		all=$$(cat $(BUILD)/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:'); \
 		now="$$(($$(find $(BUILD) -name '*.o' 2> /dev/null | wc -l))) of $$all files are compiled"; \
 		if [ -t 1 ]; then printf '\r\033[K%s; %.40s' "$$now" \
 			"$$(tail -n 1 $(VENV)/arrived.txt 2> /dev/null | tr -cd " -~")"; \
-		else case "$$now" in 0* | *" of 0 "* | "$$shown") ;; *) echo "$$now"; shown="$$now";; esac; fi; sleep 1; \
-	done; [ ! -t 1 ] || echo; \
+		else case "$$now" in 0* | *" of 0 "* | "$$shown") printf .; dots=$$(printf '\nx');; \
+			*) echo "$${dots%x}$$now"; shown="$$now" dots=;; esac; fi; sleep 1; \
+	done; [ ! -t 1 -a -z "$$dots" ] || echo; \
 	[ -n "$$came" ] || wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; $(STOP); \
 		echo "not all packages could be had, as pip says above: is there a network, and the index that it asks?" >&2; \
 		exit 1; }; \
@@ -254,6 +256,6 @@ $(BIN)/python:
 		"and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@mkdir -p $(VENV); $(STOPPABLE); printf "making $(VENV)"; \
 	"$(PYTHON)" $(GROUP) "$(PYTHON)" -m venv $(VENV) > $(VENV)/made.txt 2>&1 & started=$$!; \
-	while [ -t 1 ] && kill -0 $$started 2> /dev/null; do printf .; sleep 1; done; echo; \
+	while kill -0 $$started 2> /dev/null; do printf .; sleep 1; done; echo; \
 	wait $$started || { cat $(VENV)/made.txt >&2; rm -rf $(VENV); echo "$(PYTHON) could not create $(VENV)." \
 		"On Debian and Ubuntu this helps: apt-get install python3-venv" >&2; exit 1; }

@@ -13,6 +13,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli.waiting import Answering
 from forerun.text import waiting
 from forerun.text.progress import Bar
+from forerun.text.terminal import note
 from forerun.text.waiting import Waiting
 from forerun.train import loop
 
@@ -33,21 +34,33 @@ def test_a_pipe_gets_what_is_new_and_then_how_long_it_takes(monkeypatch: pytest.
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(waiting, "SILENT_S", 0.001)
+    monkeypatch.setattr(waiting, "SAME_LINE_S", 0.5)
     with Waiting("loading a model") as wait:
-        until(said, " s\n")
+        until(said, " s.")
+        note("a line of another kind")
+        until(said, "kind\n.")
         wait.tell("reading 3 of 8 tokens")
-        until(said, "reading 3 of 8 tokens\n")
-    lines = r"(loading a model\n)(loading a model, \d+ s\n)+(reading 3 of 8 tokens\n)(reading 3 of 8 tokens, \d+ s\n)*"
+        until(said, "reading 3 of 8 tokens.")
+    lines = (
+        r"loading a model\.+\n(loading a model, \d+ s\.*\n)+a line of another kind\n\.+\n(loading a model, \d+ s\.*\n)*"
+        r"reading 3 of 8 tokens\.+\n(reading 3 of 8 tokens, \d+ s\.*\n)*"
+    )
     assert re.fullmatch(lines, said.getvalue())
 
 
 def test_the_lines_of_a_long_wait_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that is new, and of one that stays: dots stand between them, as often as ever."""
     wait = Waiting("training")
+    assert wait._is_due("training", 0.0)
+    wait._told, wait._told_s = "training", 7200.0
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: 7200.0))
     monkeypatch.setattr(Waiting, "_silent_since_s", 7200.0)
-    for taken_s, silent_s in ((0, waiting.SILENT_S), (30, waiting.SILENT_S), (7200, 360)):
+    assert wait._still_silent_s() == waiting.SILENT_S
+    for taken_s, new_s, same_s in ((1, 0.1, 30), (30, 1.6, 30), (7200, 379, 379)):
         wait._begun_s = 7200.0 - taken_s
-        assert wait._still_silent_s() == pytest.approx(silent_s)
+        assert [wait._is_due(text, 7200 + new_s) for text in ("training", "step 3")] == [new_s == same_s, True]
+        assert [wait._is_due(text, 7200 + same_s) for text in ("training", "step 3")] == [True, True]
+        assert not wait._is_due("training", 7200 + same_s * 0.9)
 
 
 def test_a_bar_is_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +74,7 @@ def test_a_bar_is_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.add_task("measuring", total=8, completed=3, note="7 per second")
         bar.add_task("not yet", total=1, visible=False)
         assert bar._line() == "measuring: 3 of 8, 7 per second"
-        until(said, "\n")
+        until(said, "measuring: 3 of 8, 7 per second")
         bar.add_task("certifying", total=1, completed=0.25)
         assert bar._line() == "certifying: 25 %"
     assert said.getvalue().count("\n") == 1
@@ -99,7 +112,7 @@ def test_training_says_that_it_validates_and_a_quiet_run_nothing(monkeypatch: py
     text = ""
     loop._validated(type("Task", (), {"validate": validate})(), quiet=True)
     assert said.getvalue() == ""
-    text = "validating\n"
+    text = "validating"
     loop._validated(type("Task", (), {"validate": validate})(), quiet=False)
 
 

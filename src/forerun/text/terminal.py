@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,10 +56,38 @@ def redraws(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def note(text: str) -> None:
-    """Write a line to standard error, wrapped at words in a terminal. Standard output is for the model's text."""
+class _OpenLine:
+    """The line of standard error that `note` left open for dots, if there is one."""
+
+    lock = threading.RLock()
+    is_open = False
+
+
+def note(text: str, *, is_open: bool = False) -> None:
+    """Write a line to standard error, wrapped at words in a terminal. Standard output is for the model's text.
+
+    is_open: whether the line stays open, so that `dot` can continue it. The next call of `note` begins a new line.
+    """
     console = make_console(stderr=True)
-    console.print(text, soft_wrap=not console.is_terminal)
+    with _OpenLine.lock:
+        close_line()
+        console.print(text, soft_wrap=not console.is_terminal, end="" if is_open else "\n")
+        _OpenLine.is_open = is_open
+
+
+def dot() -> None:
+    """Write a dot to standard error, behind an open line or other dots."""
+    with _OpenLine.lock:
+        make_console(stderr=True).print(".", end="")
+        _OpenLine.is_open = True
+
+
+def close_line() -> None:
+    """End the open line on standard error, if there is one."""
+    with _OpenLine.lock:
+        if _OpenLine.is_open:
+            _OpenLine.is_open = False
+            make_console(stderr=True).print()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Says on standard error what a command waits for.
+"""Says on standard error what a command waits for, so that no command is silent for longer than two seconds.
 
-So no command is silent in its first half minute for longer than two seconds, and none later for longer than a small
-share of its wait.
+In a pipe, lines alone would be thousands during a long wait. So a line comes only after a share of the wait, and dots
+follow the line until then.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from forerun.text.terminal import make_console, note, redraws
+from forerun.text.terminal import close_line, dot, make_console, note, redraws
 
-SILENT_S = 1.5  # between two lines, where there is no terminal; a process starts in half a second
+SILENT_S = 1.5  # between two signs of life, where there is no terminal
 SHARE = 0.05  # of a long wait passes between two of its lines
+SAME_LINE_S = 30.0  # at least, before a line repeats the text of the line before
 LOOK_S = 0.1  # between two looks for a first text
+_IMPORTED_S = time.monotonic()  # the command has been silent since it began, some tenths of a second before
 
 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere a line is printed after SILENT_S seconds of silence, and during a long wait after SHARE of its duration. A
-    repeated text is printed with the seconds of the wait. Displays that follow each other, as of opening, loading and
-    reading, share one silence. text: a text or, outside of a terminal, a function that returns the current text; no
-    line is printed for an empty text. after_s: the seconds before a terminal shows the first text. is_quiet: whether
-    nothing is shown.
+    Elsewhere a line or a dot is printed after each SILENT_S seconds of silence: a line if the text is new and SHARE of
+    the wait has passed since the last line; a line with the seconds of the wait if the text has stayed the same for
+    long; otherwise a dot. Displays that follow each other, as of opening, loading and reading, share one silence.
+
+    text: a text or, outside of a terminal, a function that returns the current text; nothing is printed for an empty
+    text. after_s: the seconds before a terminal shows the first text. is_quiet: whether nothing is shown.
     """
 
-    _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
+    _silent_since_s = _IMPORTED_S  # since when nothing was printed
+    _ended_s = math.inf  # when the last display ended; the first one goes on with the silence of the command's start
 
     def __init__(self, text: str | Callable[[], str], after_s: float = 0.0, *, is_quiet: bool = False) -> None:
         self._after_s, self._lock = after_s, threading.Lock()
         self._text, self._told = text, ""
-        self._begun_s = 0.0
+        self._begun_s = self._told_s = 0.0
         console = make_console(stderr=True)
         self._status = console.status("" if callable(text) else text) if redraws(console) else None
         self._over = threading.Event()
@@ -61,6 +65,8 @@ class Waiting:
                 Waiting._ended_s = time.monotonic()
                 if self._status is not None:
                     self._status.stop()
+                elif self._told:
+                    close_line()
 
     def __enter__(self) -> Self:
         self._begun_s = now_s = time.monotonic()
@@ -88,11 +94,19 @@ class Waiting:
                 text = self._text() if callable(self._text) else self._text
                 if text and not self._over.is_set() and self._still_silent_s() <= 0:
                     now_s = time.monotonic()
-                    note(text if text != self._told else f"{text}, {now_s - self._begun_s:.0f} s")
-                    self._told = text
+                    if self._is_due(text, now_s):
+                        note(text if text != self._told else f"{text}, {now_s - self._begun_s:.0f} s", is_open=True)
+                        self._told, self._told_s = text, now_s
+                    else:
+                        dot()
                     Waiting._silent_since_s = now_s
 
-    def _still_silent_s(self) -> float:
-        """Return the seconds until the next line is due."""
-        now_s = time.monotonic()
-        return Waiting._silent_since_s + max(SILENT_S, SHARE * (now_s - self._begun_s)) - now_s
+    def _is_due(self, text: str, now_s: float) -> bool:
+        """Return whether a line with the text is due now, in place of a dot."""
+        share_s = SHARE * (now_s - self._begun_s)
+        return not self._told or now_s - self._told_s >= max(share_s, SAME_LINE_S if text == self._told else 0.0)
+
+    @staticmethod
+    def _still_silent_s() -> float:
+        """Return the seconds until the next line or dot is due."""
+        return Waiting._silent_since_s + SILENT_S - time.monotonic()
