@@ -514,8 +514,11 @@ class SamplingParams:
             return
         try:
             value = kind.convert(value)
-        except (TypeError, ValueError, OverflowError):
-            _require(False, field.name, value, f"{kind.what}, or None" if is_optional else kind.what)
+        except (TypeError, ValueError, OverflowError) as error:
+            what = f"{kind.what}, or None" if is_optional else kind.what
+            if isinstance(error, json.JSONDecodeError):
+                what += f"; the text is no JSON: {error}"
+            _require(False, field.name, value, what)
         object.__setattr__(self, field.name, value)
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, str) and kind is TEXTS:

@@ -55,7 +55,7 @@ class Done:
 def said(stderr: str) -> str:
     """Standard error without the lines of a wait, which come where a machine is busy (tests/cli/test_waiting.py)."""
     lines = stderr.splitlines(keepends=True)
-    waits = r"(starting|opening|loading|reading|measuring)([ ,].*)?\n|.* tokens? (read|written)(, \d+ s)?\n"
+    waits = r"((starting|opening|loading|reading|measuring)([ ,].*)?|.* tokens? (read|written)(, \d+ s)?|)\.*\n"
     return "".join(line for line in lines if not re.fullmatch(waits, line))
 
 

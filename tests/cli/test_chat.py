@@ -27,7 +27,7 @@ import processes
 from cli.conftest import little_room, said
 from forerun import LLM, SamplingParams
 from forerun.cli import chat as chat_command, conversations
-from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
+from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, Numbers, is_loop
 from forerun.cli.conversations import Conversations
 from forerun.cli.page import page
 from forerun.config import EngineConfig
@@ -96,6 +96,15 @@ def terminal(talker: Path) -> Iterator[Any]:
     yield start
     for child in children:
         child.close(force=True)
+
+
+def test_what_a_user_is_asked_between_two_steps_takes_no_time() -> None:
+    """As whether a tool may be run: the speed is that of the steps."""
+    numbers = Numbers()
+    for seconds in (9.0, 0.5, 1.5):
+        numbers(StepReport(num_committed=4, score_s=seconds))
+        time.sleep(0.01)
+    assert ", 4.0 tokens/s, " in numbers.summary(None, SamplingParams())
 
 
 def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:

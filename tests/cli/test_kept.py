@@ -28,7 +28,9 @@ def test_the_beginning_of_conversations_is_read_once(cli: Any, ok: Any, tmp_path
     first, again = (ok("prefill", str(file), *common) for _ in range(2))
     num = len("<system>" + SYSTEM + "<user>")
     whole = num // 16 * 16
-    assert re.fullmatch(rf"{num} tokens in [\d.]+ s, 0 of them kept before; {whole} are kept\n", first)
+    assert re.fullmatch(
+        rf"{num} tokens in [\d.]+ s, 0 of them kept before; {whole} are kept, in whole blocks of 16\n", first
+    )
     assert f", {whole} of them kept before" in again
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "who?"}]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": messages, "max_tokens": 3}) + "\n")

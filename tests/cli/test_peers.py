@@ -280,7 +280,8 @@ def test_a_key_of_speculative_config() -> None:
 def test_a_key_of_the_config_file(tmp_path: Path, refused: Any) -> None:
     file = tmp_path / "forerun.toml"
     file.write_text('max-model-len = 512\ndraft = "none"\n', encoding="utf-8")
-    assert refused("generate", "x", "--config", str(file)) == f"vLLM's max-model-len is max_seq_len here: {SEE}"
+    there = f"vLLM's max-model-len is max_seq_len here: {SEE}"
+    assert refused("generate", "x", "--config", str(file)) == f"the config file {str(file)!r}: {there}"
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,7 @@ def test_a_row_that_is_left_empty_says_so(tokenizer, also):
         ({"json_schema": "{"}, "json_schema='{' is not possible"),
         ({"json_schema": [1]}, "json_schema=\\[1\\] is not possible"),
         ({"json_schema": "[1]"}, "it must be a JSON schema"),
+        ({"json_schema": "{bad"}, "the text is no JSON: Expecting property name"),
         ({"json_schema": {"const": float("nan")}}, "json_schema=.* is not possible"),
         ({"regex": ""}, "regex='' is not possible: it must be a text that is not empty"),
         ({"regex": 3}, "regex=3 is not possible"),

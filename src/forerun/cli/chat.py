@@ -74,7 +74,7 @@ class Numbers:
 
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None  # the end of the first step that committed
-    last_s: float = 0.0
+    later_s: float = 0.0  # of the steps behind it, without what the user was asked between two of them
     num_first: int = 0  # tokens of that step
     num_tokens: int = 0
     num_passes: int = 0  # passes of the target that brought tokens
@@ -88,9 +88,10 @@ class Numbers:
         self.num_tested += report.num_tested
         self.num_accepted += report.num_accepted
         self.num_tokens += report.num_committed
-        self.last_s = time.perf_counter()
-        if self.first_s is None and report.num_committed:
-            self.first_s, self.num_first = self.last_s, report.num_committed
+        if self.first_s is not None:
+            self.later_s += report.seconds
+        elif report.num_committed:
+            self.first_s, self.num_first = time.perf_counter(), report.num_committed
 
     def summary(
         self,
@@ -110,8 +111,8 @@ class Numbers:
         parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
             parts.append(f"first after {self.first_s - self.started_s:.2f} s")
-            if self.num_tokens > self.num_first:
-                speed = (self.num_tokens - self.num_first) / (self.last_s - self.first_s)
+            if self.num_tokens > self.num_first and self.later_s:
+                speed = (self.num_tokens - self.num_first) / self.later_s
                 parts.append(f"{speed:.1f} tokens/s")
                 if self.num_drafted and plain_token_s is not None:
                     parts.append(f"{speed * plain_token_s:.1f}x plain (estimated)")

@@ -53,7 +53,9 @@ def prefill(
     read = f"{len(ids):,} tokens in {seconds:.2f} s, {report.num_cached_tokens:,} of them kept before"
     if (keeper := getattr(cache, "keeper", None)) is not None and not keeper.folder.is_writable:
         raise CapacityError(f"{read}; not all can be kept: make room, or name another folder with --kv-disk")
-    typer.echo(f"{read}; {len(ids) // cache.block_tokens * cache.block_tokens:,} are kept")
+    num_kept = len(ids) // cache.block_tokens * cache.block_tokens
+    blocks = f", in whole blocks of {cache.block_tokens}" if num_kept < len(ids) else ""
+    typer.echo(f"{read}; {num_kept:,} are kept{blocks}")
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:

@@ -59,7 +59,8 @@ def computed(model: Model) -> str:
 
     spec = model.config
     faster = ops.faster(model.ops.name, model.device, spec) if isinstance(spec, Spec) else ()
-    reasons = "; ".join([*(reason for _, reason in faster), *_card_is_idle(model)])
+    kernels = (f"{name} {reason}" if reason.startswith("is not") else reason for name, reason in faster)
+    reasons = "; ".join([*kernels, *_card_is_idle(model)])
     return f"{model.ops.name} operators" + (f" ({reasons})" if reasons else "")
 
 
