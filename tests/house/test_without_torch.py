@@ -31,6 +31,7 @@ OPERATORS = ("ops.torch", "ops.cuda", "ops.reference", "ops.row_by_row")
 MAY_NEED_TORCH = (*OPERATORS, "train.", "functional", "drafters.shared.converting", "models.toy_heads")
 GENERATE = ["generate", "class A:", "--target", "shipped", "--max-tokens", "8", "--json"]
 RUN = {"generate": GENERATE, "plan": ["plan", "--target", "shipped", "--json"], "doctor": ["doctor", "--json"]}
+LISTED = ["train", "heads"]
 TRAIN = ["train", "head", "--method", "medusa", "--target", "shipped", "--samples", "own.ids", "--out", "head"]
 REFUSED = {
     "train": (TRAIN, "torch"),
@@ -97,6 +98,7 @@ def answer() -> dict[str, Any]:
         "missing": import_all(),
         "ids": greedy_ids() if has_kernels else None,
         "run": {name: run(arguments) for name, arguments in RUN.items() if has_kernels},
+        "listed": run(LISTED),
         "refused": {name: run(arguments) for name, (arguments, _) in REFUSED.items()},
         "loaded": [name for name, module in sys.modules.items() if name.partition(".")[0] == "torch" and module],
     }
@@ -141,6 +143,12 @@ def test_a_command_runs(without: dict[str, Any], name: str) -> None:
     code, out, err = without["run"][name]
     assert code == 0, err
     assert json.loads(out)
+
+
+def test_heads_that_can_be_trained_are_listed(without: dict[str, Any]) -> None:
+    code, out, err = without["listed"]
+    assert code == 0, err
+    assert {"eagle", "medusa"} < {line.split()[0] for line in out.splitlines() if line[:1].strip()}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from forerun.cli.folding import folded
 from forerun.models.named import named_models
-from forerun.registry import about, load, names
+from forerun.registry import about, abouts, load
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.rounds import MARKS, STYLES, Kind, Piece, committed_pieces, round_pieces
 from forerun.text.terminal import PIPE_WIDTH, visible
@@ -150,11 +150,14 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield a line for each method of a package: the name, and the first paragraph of its file's docstring."""
-    known = names(package)
+    """Yield a line for each method of a package: the name, and the first paragraph of its file's docstring.
+
+    No method is imported, because some need packages that are not always there.
+    """
+    known = abouts(package)
     indent = max(map(len, known)) + 2
-    for name in known:
-        yield folded(about(load(package, name, "method")), width, name.ljust(indent), " " * indent)
+    for name, text in known.items():
+        yield folded(text, width, name.ljust(indent), " " * indent)
 
 
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:

@@ -125,13 +125,14 @@ def drafter(
 @app.command("heads")
 def list_heads(name: MethodName = None) -> None:
     """List the methods that `train head` can train, or show one method with its options."""
-    from forerun.train.heads import WHAT, rate_of
-
     how = "Train one with forerun train head --method NAME or --method NAME:option=value,option=value."
-    rate = ""
-    if name is not None:
-        less = ", and less for a wide target" if rate_of(name, 1 << 20) < rate_of(name) else ""
-        rate = f" Without --lr its learning rate is {rate_of(name):g}{less}."
+    if name is None:
+        list_methods("forerun.train.heads", "method", None, how)
+        return
+    from forerun.train.heads import WHAT, rate_of  # which import torch: the list does without
+
+    less = ", and less for a wide target" if rate_of(name, 1 << 20) < rate_of(name) else ""
+    rate = f" Without --lr its learning rate is {rate_of(name):g}{less}."
     list_methods("forerun.train.heads", WHAT, name, how + rate)
 
 
