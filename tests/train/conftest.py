@@ -123,9 +123,9 @@ def check_deepened(weights: dict[str, Tensor], shape: ModelShape, deep: ModelSha
     return grown
 
 
-def run_command(command: str) -> str:
+def run_command(command: str | list[str]) -> str:
     """Run `forerun train` with these words, and return what it prints."""
-    done = CliRunner().invoke(app, command.split())
+    done = CliRunner().invoke(app, command.split() if isinstance(command, str) else command)
     assert done.exit_code == 0, done.output
     return done.output
 

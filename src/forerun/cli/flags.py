@@ -19,7 +19,7 @@ import typer
 from forerun.cli.help import ENGINE
 from forerun.cli.signatures import Fields
 from forerun.config import EngineConfig
-from forerun.errors import BadOption, NotFound, shown
+from forerun.errors import BadOption, shown
 from forerun.models.named import DRAWING, USUAL
 from forerun.registry import by_name, unknown
 from forerun.types import SamplingParams
@@ -138,16 +138,10 @@ def _yes_or_no(value: str) -> bool | str:
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text file. Raises BadOption if it is not UTF-8, and NotFound if it is unreadable.
+    """Read a text file. Raises the errors of `read_text_file`. what: the word for the file in errors."""
+    from forerun.text.files import read_text_file
 
-    what: the word for the file in errors.
-    """
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadOption(f"the {what} {str(file)!r} is not UTF-8 text: convert it first") from error
-    except OSError as error:
-        raise NotFound(f"the {what} {str(file)!r} cannot be read ({error.strerror}): check its name") from error
+    return read_text_file(file, what)
 
 
 def _text_or_file(value: str) -> str:

@@ -164,7 +164,7 @@ def sample(
 
 @app.command()
 def prompts(
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with one, that counts the tokens")],
+    tokenizer: Annotated[str, typer.Option(help="tokenizer.json, or a model, that counts the tokens")],
     out: Annotated[Path, typer.Option(help="file to write: one JSON object per line with id, module, text")],
     limit: Annotated[int, typer.Option(help="prompts at most")] = 240,
     min_tokens: Annotated[int, typer.Option(help="tokens of a prompt at least")] = 40,
@@ -174,11 +174,11 @@ def prompts(
 ) -> None:
     """Write the benchmark prompts: beginnings of functions and classes from held-out modules."""
     from forerun.train.corpus import bench_prompts, load_corpus, write_prompts
-    from forerun.train.tokenizer import load_tokenizer
+    from forerun.train.texts import counting
 
-    count = load_tokenizer(tokenizer).encode
+    count = counting(tokenizer)
     held_out = load_corpus(text).bench
-    chosen = bench_prompts(held_out, lambda text: len(count(text).ids), limit, min_tokens, max_tokens, seed)
+    chosen = bench_prompts(held_out, count, limit, min_tokens, max_tokens, seed)
     write_prompts(chosen, out)
     say(f"{len(chosen)} prompts in {out}")
 
@@ -197,7 +197,7 @@ def pair(
     """Measure alpha-hat of a pair at temperatures 0 and 1, in real speculative decoding."""
     from forerun.train.evaluate import measure_pair, read_prompts, write_numbers
 
-    texts = read_prompts(prompts, num_prompts)
+    texts = read_prompts(prompts, num_prompts, target=target)
     numbers = [
         measure_pair(target, draft, texts, t, max_tokens=max_tokens, spec_length=spec_length, seed=seed)
         for t in (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Makes the errors for checkpoint files that cannot be read. Each error says what the file is, and what to do."""
+"""Reads text files, and makes the errors for files that cannot be read: what the file is, and what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import errno
 import os
 from pathlib import Path
 
-from forerun.errors import NotFound, UnsupportedModel, UserError, program
+from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError, program
 
 LFS_POINTER = b"version https://git-lfs"
 HTML = (b"<!doctype html", b"<html")
 BEGINNING_BYTES = 1024
 AGAIN = "fetch it again"
+
+
+def read_text_file(file: Path, what: str) -> str:
+    """Read a text file. Raises BadOption if it is not UTF-8, and NotFound if it is unreadable.
+
+    what: the word for the file in errors.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadOption(f"the {what} {str(file)!r} is not UTF-8 text: convert it first") from error
+    except OSError as error:
+        raise NotFound(f"the {what} {str(file)!r} cannot be read ({error.strerror}): check its name") from error
 
 
 def unreadable(path: Path, problem: object, what: str = "") -> UserError:

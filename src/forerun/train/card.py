@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from forerun.engine.llm import LLM
-from forerun.errors import NotFound
+from forerun.errors import BadOption, NotFound, shown
+from forerun.text.files import read_text_file
+from forerun.text.json_files import read_json, read_json_lines, wrong_line
 from forerun.train.corpus import load_corpus
 from forerun.train.evaluate import read_prompts
 from forerun.types import SamplingParams
 
 SAMPLE_TOKENS = 96
+PAIR_NUMBERS = (
+    *("temperature", "num_prompts", "spec_length", "num_tested", "num_accepted", "alpha_hat", "mean_accepted_length"),
+)
 
 INTRODUCTION = """# The shipped pair
 
@@ -57,7 +61,7 @@ def write_card(
     """
     target_run = read_run(target)
     corpus = load_corpus()
-    if corpus.fingerprint() != target_run["corpus_sha256"]:
+    if corpus.fingerprint() != target_run.get("corpus_sha256"):
         raise NotFound("the corpus of this Python is not the one that the target was trained on: use that version")
     parts = [
         INTRODUCTION + model_table((*target_history, target), (*history, draft)),
@@ -67,7 +71,7 @@ def write_card(
         samples_section(target / "model", prompts),
     ]
     if commands is not None:
-        parts.append(f"## Commands\n\n```sh\n{commands.read_text(encoding='utf-8').strip()}\n```\n")
+        parts.append(f"## Commands\n\n```sh\n{read_text_file(commands, 'file of commands').strip()}\n```\n")
     out.write_text("\n".join([*parts, LICENCE]), encoding="utf-8")
     lines = [f"{name} {d.path}" for name in ("train", "validation", "bench") for d in getattr(corpus, name)]
     (out.parent / "sources.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -76,12 +80,18 @@ def write_card(
 def read_run(folder: Path) -> dict[str, Any]:
     """Return the content of run.json in an out folder, with the lines of log.jsonl added as the entry "log".
 
-    Raises NotFound where there is no run.json.
+    Raises NotFound where there is no run.json, and where the log has no line. Raises BadOption for a run of another
+    command, and for a log with a line that cannot be read.
     """
     if not (folder / "run.json").exists():
         raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
-    run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    run["log"] = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    run: dict[str, Any] = read_json(folder / "run.json")
+    options = run.get("options")
+    if not isinstance(options, dict) or not isinstance(options.get("shape"), dict):
+        raise BadOption(f"{shown(str(folder))} holds no run of `forerun train lm`: name an out folder of it")
+    run["log"] = [line for _, line in read_json_lines(folder / "log.jsonl", "log", "remove the line")]
+    if not run["log"]:
+        raise NotFound(f"the log in {shown(str(folder))} is empty: name the out folder of a run that has begun")
     return run
 
 
@@ -136,14 +146,17 @@ def final(run: dict[str, Any]) -> dict[str, Any]:
 
 def pair_section(numbers: Path) -> str:
     """Return the section on how often drafted tokens were accepted (alpha-hat). numbers: see `write_card`."""
-    rows = [json.loads(line) for line in numbers.read_text(encoding="utf-8").splitlines()]
+    again = "measure again with `forerun train pair --out`"
+    rows = read_json_lines(numbers, "file of numbers", again)
     text = (
         "## How often the draft is right\n\nMeasured by decoding held-out prompts (`prompts.jsonl`) with the package's "
         "own engine in float32; alpha-hat is\naccepted / tested tokens.\n\n"
         "| temperature | prompts | spec length | tested | accepted | alpha-hat | tokens per target pass |\n"
         "|---|---|---|---|---|---|---|\n"
     )
-    for row in rows:
+    for number, row in rows:
+        if lacking := [name for name in PAIR_NUMBERS if not isinstance(row.get(name), int | float)]:
+            raise wrong_line(number, numbers, f"has no number {lacking[0]}", again)
         text += (
             f"| {row['temperature']:g} | {row['num_prompts']} | {row['spec_length']} | {row['num_tested']:,} | "
             f"{row['num_accepted']:,} | {row['alpha_hat']:.3f} | {row['mean_accepted_length']:.2f} |\n"
@@ -212,7 +225,7 @@ def samples_section(target: Path, prompts: Path) -> str:
 
     prompts: the file of held-out prompts that are continued.
     """
-    texts = read_prompts(prompts, 5)
+    texts = read_prompts(prompts, 5, target=target)
     llm = LLM(str(target), draft="none")
     text = "## Five continuations\n\nOf held-out prompts, by the target alone; the prompt ends at the mark `▶`.\n"
     for i, prompt in enumerate(texts):

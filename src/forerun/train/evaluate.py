@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forerun.engine.llm import LLM
 from forerun.engine.request import RequestOutput
-from forerun.errors import NotFound
-from forerun.types import SamplingParams
+from forerun.errors import BadOption, NotFound, program, shown
+from forerun.text.json_files import read_json_lines, wrong_line
+from forerun.types import SamplingParams, StepReport
+
+LIKE = 'write it like {"text": "def fib(n):"}'  # a line of a file of prompts
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,28 @@ class PairNumbers:
     mean_accepted_length: float | None  # emitted tokens per target pass
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Read the texts of a prompts.jsonl, such as `write_prompts` writes. Raises NotFound where there is no file.
+def read_prompts(path: Path, limit: int | None = None, *, target: str | Path) -> list[str]:
+    """Read the texts of a prompts.jsonl, such as `write_prompts` writes. A line has "text", or else "prompt".
 
-    limit: the largest number of texts to return; they are spread evenly over the file. None = all texts.
+    limit: the largest number of texts to return; they are spread evenly over the file. None = all texts. target: the
+    model whose tokenizer a new file would need, for the error. Raises NotFound where there is no file, and BadOption,
+    which names the line, for a file of another form.
     """
     if not path.exists():
-        raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
-    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+        out = path if path.parent.is_dir() else Path(path.name)
+        command = shlex.join(["--tokenizer", str(target), "--out", str(out)])
+        raise NotFound(
+            f"there is no file {shown(str(path))}: `{program('forerun')} train prompts {command}` makes one, or name "
+            "another"
+        )
+    texts = list[str]()
+    for number, row in read_json_lines(path, "prompt file", LIKE):
+        text = row.get("text", row.get("prompt"))
+        if not isinstance(text, str) or not text:
+            raise wrong_line(number, path, 'has no text in "text" or "prompt"', LIKE)
+        texts.append(text)
+    if not texts:
+        raise BadOption(f"the prompt file {shown(str(path))} is empty: {LIKE}, one line for each prompt")
     return texts if limit is None or limit >= len(texts) else [texts[i * len(texts) // limit] for i in range(limit)]
 
 

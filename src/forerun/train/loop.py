@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from torch import Tensor
 
 from forerun.errors import BadOption, raising_os_errors, shown
+from forerun.text.json_files import read_json_lines
 from forerun.text.progress import Bar
 from forerun.text.waiting import Waiting
 from forerun.train.config import LoopConfig
@@ -214,9 +215,9 @@ def log(run: Run, numbers: Mapping[str, Any]) -> None:
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log; [] where there is no log."""
+    """Return the lines of a run's log; [] where there is no log. Raises BadOption for a line that is no JSON object."""
     path = out / "log.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [line for _, line in read_json_lines(path, "log", "remove the line")] if path.exists() else []
 
 
 def save(run: Run) -> None:
@@ -249,10 +250,18 @@ def save_state(run: Run) -> None:
 def load_state(run: Run) -> None:
     """Load the state that `save_state` wrote, put it into `run`, and remove later lines from log.jsonl.
 
-    Raises BadOption for the state of another run.
+    Raises BadOption for the state of another run, and for a file that cannot be read.
     """
-    # This command wrote the file itself; weights_only would refuse the record of the shape.
-    state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
+    path = run.config.out / "state.pt"
+    try:
+        # This command wrote the file itself; weights_only would refuse the record of the shape.
+        state = torch.load(path, map_location=run.config.device, weights_only=False)
+    except Exception as error:  # torch and pickle raise many kinds for a file that is cut or of another kind
+        reason = " ".join(str(error).split(".")[0].split()) or type(error).__name__
+        raise BadOption(
+            f"the state {shown(str(path))} cannot be read ({reason}): remove it to begin anew, or name another folder "
+            "with --out"
+        ) from error
     had, wanted = state["identity"], run.task.identity
     if name := next((name for name in wanted if not isinstance(had, dict) or had.get(name) != wanted[name]), None):
         of = shown(str(had[name])) if isinstance(had, dict) and name in had else "another"

@@ -53,7 +53,7 @@ def _entries(path: Path) -> Iterator[Any]:
         for line in text.splitlines():
             if line.strip():
                 yield json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"the file {shown(str(path))} is not JSON ({error}): name another") from error
 
 

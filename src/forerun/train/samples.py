@@ -217,7 +217,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
         options = json.loads(line)
         if not line.endswith(b"\n") or not isinstance(options["num_ids"], int):
             raise ValueError("its header is cut short")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise unreadable(path, error, what) from None
     return dict(options)
 

@@ -40,6 +40,7 @@ def fit(
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
+    texts = [] if prompts is None else read_prompts(prompts, num_prompts, target=target)
     pair = [load_checkpoint(name, with_tokenizer=True) for name in (target, draft or SHIPPED_DRAFT)]
     tokenizer = pair[0].text_tokenizer
     compare(tokenizer, pair[1].text_tokenizer, pair[1].name)
@@ -47,8 +48,6 @@ def fit(
         held_out = load_corpus(None).bench
         chosen = bench_prompts(held_out, lambda text: len(tokenizer.encode(text)), num_prompts, 40, longest, seed)
         texts = [prompt.text for prompt in chosen]
-    else:
-        texts = read_prompts(prompts, num_prompts)
     shares = measure(pair[0], pair[1], [tokenizer.encode(text) for text in texts], num_ranks, longest, seed)
     num_ids = min(tokenizer.num_ids, pair[0].model.config.vocab_size)
     artifacts.save(out, "tree", {"shares": shares.astype(np.float32)}, artifacts.fingerprint(tokenizer, num_ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import random
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -14,6 +14,7 @@ from forerun.drafters.shared import artifacts
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, NotFound, shown
 from forerun.train.corpus import load_corpus
+from forerun.train.tokenizer import load_tokenizer
 
 
 def files_of(paths: Seq[Path]) -> list[Path]:
@@ -77,6 +78,19 @@ def encoded_texts(target: str | None, paths: Seq[Path], max_bytes: int) -> tuple
     num_ids = min(tokenizer.num_ids, opened.vocab_size)
     ids = (tokenizer.encode(text, add_special_tokens=False) for text in read_texts(paths, max_bytes))
     return ids, num_ids, artifacts.fingerprint(tokenizer, num_ids)
+
+
+def counting(tokenizer: str) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text.
+
+    tokenizer: a tokenizer.json, a folder with one, or a target as for LLM. Raises UserError for anything else.
+    """
+    path = Path(tokenizer).expanduser()
+    if (path.is_file() and path.suffix == ".json") or (path / "tokenizer.json").is_file():
+        encode = load_tokenizer(path).encode
+        return lambda text: len(encode(text).ids)
+    words = Opened.of(EngineConfig(target=tokenizer)).text_tokenizer()
+    return lambda text: len(words.encode(text))
 
 
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:

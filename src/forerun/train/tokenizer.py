@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from forerun.errors import NotFound, raising_os_errors
 from forerun.models.saving import TOKENIZER_FILES
+from forerun.text.files import unreadable
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL = MappingProxyType({"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT})
@@ -79,11 +80,17 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer. path: a tokenizer.json, or a folder with a tokenizer.json. Raises NotFound for other paths."""
+    """Load a tokenizer. path: a tokenizer.json, or a folder with a tokenizer.json.
+
+    Raises NotFound for other paths, and UnsupportedModel for a file of another kind.
+    """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
         raise NotFound(f"no tokenizer.json at {path}")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise unreadable(file, error, "a file of the tokenizers library") from error
 
 
 def tokenizer_hash(path: Path) -> str:
