@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +39,7 @@ NumPrompts = Annotated[int, typer.Option(help="prompts, spread evenly over the f
 SeedOfDraws = Annotated[int, typer.Option(help="of the draws")]
 Resume = Annotated[bool, typer.Option(help="go on from the state in the out folder")]
 Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
+RESUMED = "the same command with --resume"
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -50,6 +52,24 @@ def _waiting(quiet: bool, text: str = "starting") -> Waiting:
     return Waiting(text, is_quiet=quiet)
 
 
+@contextmanager
+def _saying_how_to_go_on(kept: Path, again: str = "the same command") -> Iterator[None]:
+    """Say on standard error, where Ctrl-C stops the `with` block, what is kept and which command goes on.
+
+    kept: the file from which a later run goes on. again: the command that goes on, in words.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if (at := getattr(stop, "at", None)) is not None:
+            say(f"stopped at {at}: {again} goes on from there", err=True)
+        elif kept.exists():
+            say(f"stopped: {again} goes on from what {kept} holds", err=True)
+        else:
+            say("stopped: nothing was saved to go on from, and the same command begins anew", err=True)
+        raise
+
+
 @app.command()
 def lm(
     run: Annotated[Given, Fields(TrainConfig, is_plan=True)],
@@ -58,13 +78,15 @@ def lm(
     quiet: Quiet = False,
 ) -> None:
     """Train a small model on Python source, token ids or a target's text. With --teacher it learns from soft labels."""
-    with _waiting(quiet):
-        from forerun.train import lm as training
+    with _saying_how_to_go_on(run["out"] / "state.pt", RESUMED):
+        with _waiting(quiet):
+            from forerun.train import lm as training
 
-    if "vocab_size" not in sizes and "teacher" in run:
-        sizes["vocab_size"] = training.num_ids_of(run["teacher"])
-    config = TrainConfig(shape=ModelShape.given(sizes, run["seq_len_tokens"]), **run)
-    say(_numbers(training.train(config, resume=resume, quiet=quiet)))
+        if "vocab_size" not in sizes and "teacher" in run:
+            sizes["vocab_size"] = training.num_ids_of(run["teacher"])
+        config = TrainConfig(shape=ModelShape.given(sizes, run["seq_len_tokens"]), **run)
+        numbers = training.train(config, resume=resume, quiet=quiet)
+    say(_numbers(numbers))
 
 
 @app.command()
@@ -81,16 +103,17 @@ def head(
     from forerun.config import EngineConfig
     from forerun.drafters.shared import trained
 
-    with _waiting(quiet):
-        from forerun.train import head as training, heads as methods, loop
+    with _saying_how_to_go_on(run["out"] / "state.pt", RESUMED):
+        with _waiting(quiet):
+            from forerun.train import head as training, heads as methods, loop
 
-    config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
-    # A head learns on the CPU: it is small, and the target's hidden states may be stored once, by --features.
-    opened = waiting.opened(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
-    if "lr" not in run:
-        config = replace(config, lr=methods.rate_of(config.method, opened.files.spec.hidden_size))
-    checkpoint = opened.load()
-    numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: say(text, err=True))
+        config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
+        # A head learns on the CPU: it is small, and the target's hidden states may be stored once, by --features.
+        opened = waiting.opened(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+        if "lr" not in run:
+            config = replace(config, lr=methods.rate_of(config.method, opened.files.spec.hidden_size))
+        checkpoint = opened.load()
+        numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: say(text, err=True))
     if config.init_from is not None:
         first = loop.read_log(config.out)[0]
         say("before: " + _numbers({key: first[key] for key in numbers}))
@@ -110,13 +133,14 @@ def drafter(
     """Make a drafter for a target within --hours: sample texts, train a head on them, and keep it for draft=auto."""
     from forerun.drafters.shared import trained
 
-    with _waiting(quiet):
-        from forerun.train import recipe
+    with _saying_how_to_go_on(run["out"] / "recipe.json"):
+        with _waiting(quiet):
+            from forerun.train import recipe
 
-    config = DrafterConfig(**run)
-    head = recipe.make(
-        config, target, dtype=dtype, ops=ops, quiet=quiet, say=say, warn=lambda text: say(text, err=True)
-    )
+        config = DrafterConfig(**run)
+        head = recipe.make(
+            config, target, dtype=dtype, ops=ops, quiet=quiet, say=say, warn=lambda text: say(text, err=True)
+        )
     say(_numbers(head.numbers))
     if config.keep:
         say(f"kept in {trained.keep(head.target, head.folder)}: draft=auto uses it for {head.target.name}")
@@ -145,16 +169,17 @@ def sample(
     quiet: Quiet = False,
 ) -> None:
     """Let the target write conversations, answers and continuations, half of them greedily."""
-    with _waiting(quiet):
-        from forerun.train.sampling import Progress, write
+    with _saying_how_to_go_on(run["out"]):
+        with _waiting(quiet):
+            from forerun.train.sampling import Progress, write
 
-    config = SampleConfig(**run)
-    with _waiting(quiet, "loading the target") as waiting:
+        config = SampleConfig(**run)
+        with _waiting(quiet, "opening the target") as waiting:
 
-        def tell(now: Progress) -> None:
-            waiting.tell(f"{now.num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second")
+            def show(now: Progress) -> None:
+                waiting.tell(f"{now.num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second")
 
-        done = write(config, target, tell, dtype=dtype, ops=ops)
+            done = write(config, target, show, tell=waiting.tell, dtype=dtype, ops=ops)
     size = config.out.stat().st_size / 1e6
     say(f"{done.num_tokens:,} tokens, {size:.1f} MB, in {config.out}; {done.tokens_per_s:.0f} tokens/s")
 

@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from forerun.text.json_files import read_json_lines
 from forerun.text.progress import Bar
 from forerun.text.waiting import Waiting
 from forerun.train.config import LoopConfig
+from forerun.train.stopping import Stopped, uninterrupted
 
 LOG_EVERY_STEPS = 10
 
@@ -63,6 +64,7 @@ class Run:
     """Holds the state of a run in memory.
 
     step: the number of finished steps. elapsed_s: the seconds that all finished steps took, earlier sessions included.
+    rng: the random state of torch behind the last finished step. saved_step: the step in out/state.pt; 0 = no state.
     """
 
     config: LoopConfig
@@ -70,6 +72,8 @@ class Run:
     optimizer: torch.optim.AdamW
     step: int = 0
     elapsed_s: float = 0.0
+    rng: Tensor = field(default_factory=torch.get_rng_state)
+    saved_step: int = 0
 
 
 def train(
@@ -80,28 +84,39 @@ def train(
     prepare: reads the data and makes the task, which may take long. resume: whether to continue from the state in the
     out folder; if the folder has no state, a new run begins. On the same machine with the same number of threads, every
     loss of a resumed run equals the loss of an uninterrupted run bit for bit. Raises BadOption if the out folder has
-    the state of another run, and if the folder has a state and resume is False.
+    the state of another run, and if the folder has a state and resume is False. Raises Stopped for Ctrl-C once a step
+    was done; the state is then saved.
     """
     if not resume and (config.out / "state.pt").exists():
         raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
     task = prepare()
     config.out.mkdir(parents=True, exist_ok=True)
-    for weight in task.weights.values():
-        weight.requires_grad_(True)
-    run = Run(config, task, make_optimizer(config, task.weights, task.rates))
-    if resume and (config.out / "state.pt").exists():
-        load_state(run)
-    else:
+    with Waiting("preparing the first step", is_quiet=quiet):  # torch imports what compiles for its first optimizer
+        for weight in task.weights.values():
+            weight.requires_grad_(True)
+        run = Run(config, task, make_optimizer(config, task.weights, task.rates))
+        if is_resumed := resume and (config.out / "state.pt").exists():
+            load_state(run)
+    if not is_resumed:
         (config.out / "log.jsonl").write_text("", encoding="utf-8")
         log(run, _validated(task, quiet))  # before the first step
     describe_run(run)
-    with deterministic(), progress_bar(quiet) as progress:
-        row = progress.add_task("training", total=config.steps, completed=run.step, note="")
-        for note in steps_of(run):
-            progress.update(row, completed=run.step, note=note)
-    numbers = _validated(task, quiet)
-    log(run, {"final": True, **numbers})
-    save(run)
+    try:
+        with deterministic(), progress_bar(quiet) as progress:
+            row = progress.add_task("training", total=config.steps, completed=run.step, note="")
+            for note in steps_of(run):
+                progress.update(row, completed=run.step, note=note)
+        numbers = _validated(task, quiet)
+        log(run, {"final": True, **numbers})
+        with Waiting("saving", is_quiet=quiet):
+            save(run)
+    except KeyboardInterrupt:
+        if not run.step:
+            raise
+        if run.saved_step < run.step:
+            with Waiting("saving", is_quiet=quiet):
+                save_state(run)
+        raise Stopped(f"step {run.step}") from None
     return numbers
 
 
@@ -136,19 +151,14 @@ def steps_of(run: Run) -> Iterator[str]:
     """Run the remaining steps, and yield a line for the progress bar after each step."""
     config = run.config
     note, last_saved_s = "", time.perf_counter()
+    if _is_to_validate(run) and not any(_is_validation(line, run.step) for line in read_log(config.out)):
+        note = _validate_and_log(run)  # Ctrl-C stopped the run while it validated
     while run.step < config.steps:
-        started_s = time.perf_counter()
-        loss, grad_norm = train_step(run)
-        run.step += 1
-        step_s = time.perf_counter() - started_s
-        run.elapsed_s += step_s
-        tokens_per_s = config.rows_per_step * config.seq_len_tokens / step_s
-        if run.step % LOG_EVERY_STEPS == 0 or run.step <= LOG_EVERY_STEPS:
-            log(run, {"train_loss": loss, "grad_norm": grad_norm, "tokens_per_s": round(tokens_per_s)})
-        if run.step % config.validate_every_steps == 0 and run.step < config.steps:
-            numbers = run.task.validate()
-            log(run, numbers)
-            note = " ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+        before_s = run.elapsed_s
+        loss, _ = train_step(run)
+        tokens_per_s = config.rows_per_step * config.seq_len_tokens / (run.elapsed_s - before_s)
+        if _is_to_validate(run):
+            note = _validate_and_log(run)
         if time.perf_counter() - last_saved_s >= config.checkpoint_every_s:
             save(run)
             last_saved_s = time.perf_counter()
@@ -156,15 +166,46 @@ def steps_of(run: Run) -> Iterator[str]:
 
 
 def train_step(run: Run) -> tuple[float, float]:
-    """Train on one batch: forward, backward, clip, update. Returns the loss and the gradient's norm before clipping."""
-    loss = run.task.loss(run.step)
-    loss.backward()  # type: ignore[no-untyped-call]
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.task.weights.values(), run.config.grad_clip)
+    """Train on one batch: forward, backward, clip, update, log. Returns the loss and the gradient's norm.
+
+    The norm is that before clipping. Ctrl-C ends the step before the update, or after the log: never in between.
+    """
+    config, started_s = run.config, time.perf_counter()
+    batch_loss = run.task.loss(run.step)
+    batch_loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(run.task.weights.values(), config.grad_clip)
     for group in run.optimizer.param_groups:
-        group["lr"] = run.config.lr_at(run.step) * group.get("rate", 1.0)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach()), float(grad_norm)
+        group["lr"] = config.lr_at(run.step) * group.get("rate", 1.0)
+    with uninterrupted():
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        loss, grad_norm = float(batch_loss.detach()), float(norm)
+        step_s = time.perf_counter() - started_s
+        run.step += 1
+        run.elapsed_s += step_s
+        run.rng = torch.get_rng_state()
+        if run.step % LOG_EVERY_STEPS == 0 or run.step <= LOG_EVERY_STEPS:
+            tokens_per_s = round(config.rows_per_step * config.seq_len_tokens / step_s)
+            log(run, {"train_loss": loss, "grad_norm": grad_norm, "tokens_per_s": tokens_per_s})
+    return loss, grad_norm
+
+
+def _is_to_validate(run: Run) -> bool:
+    return 0 < run.step < run.config.steps and run.step % run.config.validate_every_steps == 0
+
+
+def _is_validation(line: Mapping[str, Any], step: int) -> bool:
+    """Return whether a line of the log has the measures of a validation after `step` steps."""
+    return line.get("step") == step and "train_loss" not in line
+
+
+def _validate_and_log(run: Run) -> str:
+    """Validate, log the measures, and return them as a text."""
+    numbers = run.task.validate()
+    with uninterrupted():
+        log(run, numbers)
+        run.rng = torch.get_rng_state()
+    return " ".join(f"{key} {value:.4f}" for key, value in numbers.items())
 
 
 @contextmanager
@@ -239,12 +280,13 @@ def save_state(run: Run) -> None:
         "optimizer": run.optimizer.state_dict(),
         "step": run.step,
         "elapsed_s": run.elapsed_s,
-        "rng": torch.get_rng_state(),
+        "rng": run.rng,
     }
     partial = run.config.out / "state.pt.partial"
     with raising_os_errors(partial), partial.open("wb") as file:
         torch.save(state, file)
     partial.replace(run.config.out / "state.pt")
+    run.saved_step = run.step
 
 
 def load_state(run: Run) -> None:
@@ -273,8 +315,9 @@ def load_state(run: Run) -> None:
         for name, weight in run.task.weights.items():
             weight.copy_(state["weights"][name])
     run.optimizer.load_state_dict(state["optimizer"])
-    run.step, run.elapsed_s = state["step"], state["elapsed_s"]
-    torch.set_rng_state(state["rng"].cpu())
+    run.step, run.elapsed_s, run.rng = state["step"], state["elapsed_s"], state["rng"].cpu()
+    run.saved_step = run.step
+    torch.set_rng_state(run.rng)
     kept = [line for line in read_log(run.config.out) if line["step"] <= run.step and "final" not in line]
     text = "".join(json.dumps(line) + "\n" for line in kept)
     (run.config.out / "log.jsonl").write_text(text, encoding="utf-8")

@@ -203,13 +203,16 @@ def _sample(
             if sampled_s >= limit_s and num_tokens >= LEAST_TOKENS:
                 raise _TimeIsUp
 
+        def begin(text: str) -> None:
+            progress.update(row, note=text)
+
         def compute(num: int, of: int) -> None:
             replace(state, sampled_s=state.sampled_s + clock() - begun).save(config.out)
             progress.update(row, note=f"hidden states of {num:,} of {of:,} texts that are there")
 
         recording = Recording(config.out / FEATURES, layers, compute)
         try:
-            write(sampling, target, look, dtype=dtype, ops=ops, recording=recording)
+            write(sampling, target, look, tell=begin, dtype=dtype, ops=ops, recording=recording)
         except _TimeIsUp:
             pass
         except BadOption:

@@ -11,8 +11,10 @@ from forerun.train.config import SampleConfig
 from forerun.train.questions import read_questions
 from forerun.train.recording import Recording
 from forerun.train.samples import SampleWriter, begun_with, read_samples
+from forerun.train.stopping import Stopped
 from forerun.train.texts import packaged_texts, read_texts
 from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
+from forerun.types import StepReport
 
 MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
 
@@ -38,16 +40,19 @@ def write(
     target: str | None,
     show: Callable[[Progress], None],
     *,
+    tell: Callable[[str], None] = lambda text: None,
     dtype: str,
     ops: str,
     recording: Recording | None = None,
 ) -> Progress:
     """Let a target write samples until the file config.out has config.num_tokens tokens. Returns the progress.
 
-    show: called after each sample. recording: see `Writer.write`. Raises UserError if the file was begun with other
-    options, and if there are too few texts or questions.
+    show: called after each sample. tell: called with a text that says what takes time before the first sample.
+    recording: see `Writer.write`. Raises UserError if the file was begun with other options, and if there are too few
+    texts or questions. Raises Stopped for Ctrl-C once the file is open.
     """
     questions = read_questions(config.questions)
+    tell("loading the target")
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
     with LLM(
         target,
@@ -60,23 +65,46 @@ def write(
         ops=ops,
     ) as llm:
         shares = shares_of(config, llm)
+        tell("reading texts to cut passages from")
         texts = texts_for(config, shares)
         writer = Writer(
             llm, texts, questions, seed=config.seed, shares=shares, lengths=lengths, begun=begun_with(config.out)
         )
         file = SampleWriter(config.out, writer.options())
-        if recording is not None:
-            recording.begin(llm, read_samples(config.out))
         start, had = time.perf_counter(), file.num_tokens
+        end = llm.listen(_hearing(tell))
 
         def progress(file: SampleWriter) -> Progress:
             return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
 
+        def look(file: SampleWriter) -> None:
+            end()
+            show(progress(file))
+
         try:
-            writer.write(file, config.num_tokens, config.batch_size, lambda file: show(progress(file)), recording)
+            if recording is not None:
+                recording.begin(llm, read_samples(config.out))
+                start = time.perf_counter()
+            writer.write(file, config.num_tokens, config.batch_size, look, recording)
+        except KeyboardInterrupt:
+            raise Stopped(f"{file.num_tokens:,} tokens") from None
         finally:
+            end()
             file.close()
         return progress(file)
+
+
+def _hearing(tell: Callable[[str], None]) -> Callable[[StepReport], None]:
+    """Return a listener that tells how many tokens the target has written, for the time before the first sample."""
+    num_tokens = 0
+
+    def hear(report: StepReport) -> None:
+        nonlocal num_tokens
+        num_tokens += report.num_committed
+        tell(f"writing the first texts, {num_tokens:,} tokens so far")
+
+    tell("writing the first texts")
+    return hear
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
