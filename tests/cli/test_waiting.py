@@ -1,21 +1,29 @@
 """What commands say while they wait: on a terminal a line that goes, in a pipe lines."""
 
+import importlib
 import io
 import re
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from forerun import LLM, SamplingParams
+from forerun.cli.main import main
 from forerun.cli.waiting import Answering
+from forerun.models.named import DATA
 from forerun.text import waiting
 from forerun.text.progress import Bar
 from forerun.text.terminal import note
 from forerun.text.waiting import Waiting
-from forerun.train import loop
+from forerun.train import lm, loop
+from forerun.train.config import TrainConfig
+from forerun.train.shape import ModelShape
 
 
 class Terminal(io.StringIO):
@@ -114,6 +122,72 @@ def test_training_says_that_it_validates_and_a_quiet_run_nothing(monkeypatch: py
     assert said.getvalue() == ""
     text = "validating"
     loop._validated(type("Task", (), {"validate": validate})(), quiet=False)
+
+
+def test_a_bar_gives_way_to_lines_of_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, printed = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar(transient=True) as bar:
+        bar.add_task("measuring", total=8)
+        with bar.aside():
+            print("a line")
+        assert bar.live.is_started
+    assert printed.getvalue() == "a line\n"
+    assert "a line" not in said.getvalue()
+
+
+def test_the_first_optimizer_is_no_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch imports for seconds when it makes one."""
+    said, real = pipe_silent_for_an_hour(monkeypatch), loop.make_optimizer
+
+    def make(*given: Any) -> torch.optim.AdamW:
+        until(said, "preparing the first step\n")
+        return real(*given)
+
+    monkeypatch.setattr(loop, "make_optimizer", make)
+    (text := tmp_path / "text").mkdir()
+    for name in ("alpha", "queue", "heapq"):
+        (text / f"{name}.py").write_text("".join(f"value_{i} = {i}\n" for i in range(400)))
+    shape = ModelShape(16, 1, 2, 1, 32, 300)
+    sizes: dict[str, Any] = {"steps": 1, "tokens_per_step": 32, "seq_len_tokens": 16, "validation_windows": 1}
+    monkeypatch.setattr(Waiting, "_silent_since_s", time.monotonic() - 3601)
+    lm.train(TrainConfig(shape=shape, out=tmp_path / "run", text=text, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("place", "command", "text"),
+    [
+        ("evaluate.decode", "pair --target {0} --draft {0} --prompts {1}/p.jsonl --max-tokens 4", "T=0: 0 of 8"),
+        ("shares.accepted_shares", "tree --prompts {1}/p.jsonl --num-ranks 2 --out {1}/out", "texts: 0 of 2"),
+        ("skip.Scorer.score", "skip {0} --text {1}/p.jsonl --evaluations 2 --out {1}/out", "sets of layers: 0 of 2"),
+        ("sampling.texts_for", "sample {0} --num-tokens 40 --out {1}/out", "reading texts to cut passages from"),
+        ("samples.SampleWriter.append", "sample {0} --num-tokens 40 --out {1}/out", "writing the first texts, "),
+    ],
+)
+def test_a_command_that_measures_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, command: str, text: str
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"text": "def f(x):"}\n{"text": "import os"}\n')
+    module, *names = place.split(".")
+    owner: Any = importlib.import_module(f"forerun.train.{module}")
+    for name in names[:-1]:
+        owner = getattr(owner, name)
+    real = getattr(owner, names[-1])
+    said = io.StringIO()
+
+    def wait(*given: Any, **options: Any) -> Any:
+        until(said, text)
+        return real(*given, **options)
+
+    monkeypatch.setattr(owner, names[-1], wait)
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.001)
+    words = command.format(DATA / "target", tmp_path).split()
+    with pytest.raises(SystemExit) as end:
+        main(["train", *words])
+    assert not end.value.code, said.getvalue()
 
 
 def pipe_silent_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,9 @@ from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig, TrainC
 from forerun.train.shape import ModelShape
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from forerun.text.progress import Bar
     from forerun.text.waiting import Waiting
 
 app = App(
@@ -35,7 +39,7 @@ Texts = Annotated[
     typer.Option(help="file, or folder of files; may be repeated; default: the standard library", show_default=False),
 ]
 MaxTextMb = Annotated[int, typer.Option(help="reading of named texts ends there, megabytes", min=1)]
-NumPrompts = Annotated[int, typer.Option(help="prompts, spread evenly over the file")]
+NumPrompts = Annotated[int, typer.Option(help="prompts, spread evenly over the file", min=1)]
 SeedOfDraws = Annotated[int, typer.Option(help="of the draws")]
 Resume = Annotated[bool, typer.Option(help="go on from the state in the out folder")]
 Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
@@ -50,6 +54,16 @@ def _waiting(quiet: bool, text: str = "starting") -> Waiting:
     from forerun.text.waiting import Waiting
 
     return Waiting(text, is_quiet=quiet)
+
+
+def _bar(quiet: bool) -> Bar:
+    """Return a progress bar of what is measured. It is removed at the end."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    from forerun.text.progress import Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Bar(*columns, is_quiet=quiet, transient=True)
 
 
 @contextmanager
@@ -218,15 +232,20 @@ def pair(
     max_tokens: Annotated[int, typer.Option(help="tokens after each prompt")] = 128,
     spec_length: Annotated[int, typer.Option(help="tokens drafted per round")] = 5,
     seed: SeedOfDraws = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Measure alpha-hat of a pair at temperatures 0 and 1, in real speculative decoding."""
-    from forerun.train.evaluate import measure_pair, read_prompts, write_numbers
+    with _waiting(quiet):
+        from forerun.train.evaluate import PairNumbers, measure_pair, read_prompts, write_numbers
 
     texts = read_prompts(prompts, num_prompts, target=target)
-    numbers = [
-        measure_pair(target, draft, texts, t, max_tokens=max_tokens, spec_length=spec_length, seed=seed)
-        for t in (0.0, 1.0)
-    ]
+    numbers = list[PairNumbers]()
+    with _bar(quiet) as bar:
+        for t in (0.0, 1.0):
+            row = bar.add_task(f"tokens at T={t:g}", total=max_tokens * len(texts))
+            show = partial(_complete, bar, row)
+            sizes = {"max_tokens": max_tokens, "spec_length": spec_length, "seed": seed}
+            numbers.append(measure_pair(target, draft, texts, t, **sizes, progress=show))
     for n in numbers:
         say(f"T={n.temperature:g}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass")
     if out is not None:
@@ -266,11 +285,19 @@ def tree(
     longest: Annotated[int, typer.Option(help="tokens of a text at most")] = 128,
     num_ranks: Annotated[int, typer.Option(help="children of a node that are measured")] = 8,
     seed: SeedOfDraws = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Measure how often a target accepts the first, second, ... child of a draft model, for Sequoia's trees."""
-    from forerun.train import shares
+    with _waiting(quiet):
+        from forerun.train import shares
 
-    measured = shares.fit(out, target, draft, prompts, num_prompts, longest, num_ranks, seed)
+    with _bar(quiet) as bar:
+        row = bar.add_task("loading, and reading texts", total=None)
+
+        def show(num: int, of: int) -> None:
+            bar.update(row, description="texts", completed=num, total=of)
+
+        measured = shares.fit(out, target, draft, prompts, num_prompts, longest, num_ranks, seed, show)
     for name, row in zip(("T=0", "T=1"), measured, strict=True):
         say(f"{name}: " + " ".join(f"{share:.3f}" for share in row))
 
@@ -335,20 +362,27 @@ def skip(
     dtype: Dtype = "auto",
     ops: Ops = "auto",
     seed: Annotated[int, typer.Option(help="of the flips at the end")] = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Search for the layers of a target that draft for the target best, and write their indices to a file."""
-    from forerun.config import EngineConfig
-    from forerun.engine.opened import Opened
-    from forerun.train.skip import Scored, fit
-    from forerun.train.texts import read_texts
+    with _waiting(quiet):
+        from forerun.config import EngineConfig
+        from forerun.engine.opened import Opened
+        from forerun.train.skip import Scored, fit
+        from forerun.train.texts import read_texts
 
     def show(tried: Scored) -> None:
-        say(f"{len(tried.layers)} layers, agreement {tried.agreement:.3f}, estimated speed-up {tried.speedup:.2f}")
+        with bar.aside():
+            say(f"{len(tried.layers)} layers, agreement {tried.agreement:.3f}, estimated speed-up {tried.speedup:.2f}")
 
     config = EngineConfig(target=target, dtype=dtype, ops=ops)
     whole = "\n\n".join(read_texts(text, 10**6))
     sizes = {"num_tokens": num_tokens, "evaluations": evaluations, "seed": seed}
-    best = fit(Opened.of(config).load(), whole, out, **sizes, say=show)
+    with _waiting(quiet, "loading the target"):
+        checkpoint = Opened.of(config).load()
+    with _bar(quiet) as bar:
+        row = bar.add_task("sets of layers", total=evaluations)
+        best = fit(checkpoint, whole, out, **sizes, say=show, progress=partial(_complete, bar, row))
     say(f"layers {', '.join(map(str, best.layers))} in {out}")
     if best.speedup <= 1:
         say("By this estimate plain decoding is faster than any set that was tried.")
@@ -362,6 +396,10 @@ def say(text: str, err: bool = False) -> None:
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)
+
+
+def _complete(bar: Bar, row: TaskID, num: int) -> None:
+    bar.update(row, completed=num)
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import Progress, ProgressColumn
@@ -33,6 +35,16 @@ class Bar(Progress):
         if self._lines is not None:
             self._lines.end()
         super().stop()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the bar off the terminal while a block prints lines, which the bar would send to standard error."""
+        if self.disable:
+            yield
+            return
+        self.live.stop()
+        yield
+        self.live.start(refresh=True)
 
     def _line(self) -> str:
         """Return the progress of the newest visible task as a text."""

@@ -71,14 +71,27 @@ def measure_pair(
     max_tokens: int = 128,
     spec_length: int = 5,
     seed: int = 0,
+    progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> PairNumbers:
     """Decode every prompt speculatively with the draft model, and return the sums of the reports' counts.
 
     At a temperature above 0, drafts are verified by the ratio rule. Prompt i gets the seed `seed` + i, so a measurement
-    can be repeated on one machine.
+    can be repeated on one machine. progress: called after each step with the number of tokens so far, of `max_tokens`
+    for each prompt.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
-    outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
+    num_tokens = 0
+
+    def hear(report: StepReport) -> None:
+        nonlocal num_tokens
+        num_tokens += report.num_committed
+        progress(num_tokens)
+
+    end = llm.listen(hear)
+    try:
+        outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
+    finally:
+        end()
     return pair_numbers(outputs, temperature, spec_length)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +30,15 @@ def fit(
     longest: int,
     num_ranks: int,
     seed: int,
+    progress: Callable[[int, int], None] = lambda num, of: None,
 ) -> Floats:
     """Measure a target and a draft model on held-out texts, write the shares to `out`, and return them.
 
     The shares are the result of `measure`. The drafter `tree:shape=sequoia,file=FILE` reads the file. draft: None = the
     shipped draft model, for the shipped target only. prompts: a prompts.jsonl; None = pieces of held-out Python
     sources. num_prompts: the largest number of texts. longest: the number of tokens after which a text is cut.
-    num_ranks: the number of ranks in the shares. Raises UserError.
+    num_ranks: the number of ranks in the shares. progress: see `measure`. Raises UserError; for `prompts`, before a
+    model is loaded.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -48,27 +50,36 @@ def fit(
         held_out = load_corpus(None).bench
         chosen = bench_prompts(held_out, lambda text: len(tokenizer.encode(text)), num_prompts, 40, longest, seed)
         texts = [prompt.text for prompt in chosen]
-    shares = measure(pair[0], pair[1], [tokenizer.encode(text) for text in texts], num_ranks, longest, seed)
+    ids = [tokenizer.encode(text) for text in texts]
+    shares = measure(pair[0], pair[1], ids, num_ranks, longest, seed, progress)
     num_ids = min(tokenizer.num_ids, pair[0].model.config.vocab_size)
     artifacts.save(out, "tree", {"shares": shares.astype(np.float32)}, artifacts.fingerprint(tokenizer, num_ids))
     return shares
 
 
 def measure(
-    target: Checkpoint, draft: Checkpoint, texts: Seq[Seq[int]], num_ranks: int, longest: int, seed: int = 0
+    target: Checkpoint,
+    draft: Checkpoint,
+    texts: Seq[Seq[int]],
+    num_ranks: int,
+    longest: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda num, of: None,
 ) -> Floats:
     """Return the share of positions at which the child of rank r is accepted, [2, num_ranks].
 
     Row 0 is for greedy decoding: the share of positions where the target's likeliest id has rank r in the draft model's
     distribution; rank 0 is the likeliest id. Row 1 is for temperature 1: the mean probability that the child of rank r,
     the (r + 1)-th id drawn without replacement, is accepted by recursive rejection. The positions are all positions of
-    the texts, which are given as ids and cut after `longest` ids.
+    the texts, which are given as ids and cut after `longest` ids. progress: called before the first text and after each
+    text, with the number of texts that are measured and the number of all texts.
     """
     rng = np.random.default_rng(seed)
     shares = np.zeros((2, num_ranks))
     num = 0
     runners = [_runner(checkpoint, longest) for checkpoint in (target, draft)]
-    for ids in texts:
+    progress(0, len(texts))
+    for i, ids in enumerate(texts, 1):
         p_rows, q_rows = (_logits(runner, ids[:longest]) for runner in runners)
         for p_logits, q_logits in zip(p_rows, q_rows, strict=True):
             rank = (
@@ -80,6 +91,7 @@ def measure(
             q[: len(q_logits)] = _softmax(q_logits)[: len(p_logits)]
             shares[1] += accepted_shares(_softmax(p_logits), q / q.sum(), num_ranks, rng)
             num += 1
+        progress(i, len(texts))
     return shares / max(1, num)
 
 

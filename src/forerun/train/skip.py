@@ -110,12 +110,19 @@ def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
     return windows
 
 
-def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
+def search(
+    scorer: Scorer,
+    evaluations: int,
+    seed: int = 0,
+    say: Callable[[Scored], None] = lambda s: None,
+    progress: Callable[[int], None] = lambda num_scored: None,
+) -> Scored:
     """Search for the set of layers with the largest speed-up, and return the best set that was found.
 
     Every scored set lacks at least one layer, so the largest speed-up may be below 1. The same arguments give the same
     set. evaluations: the largest number of sets to score, at least 1. say: called with each set that is better than all
-    earlier sets. Raises BadOption for a model with one layer.
+    earlier sets. progress: called after each set with the number of scored sets. Raises BadOption for a model with one
+    layer.
     """
     everything = tuple(range(scorer.num_layers))
     if len(everything) < 2:
@@ -129,6 +136,7 @@ def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Score
         if chosen in ((), everything) or chosen in scored or len(scored) >= evaluations:
             return
         scored[chosen] = scorer.score(chosen)
+        progress(len(scored))
         if scored[chosen].speedup > best.speedup:
             best = scored[chosen]
             say(best)
@@ -149,17 +157,18 @@ def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Score
 
 
 def fit(checkpoint: Checkpoint, text: str, out: Path, *, num_tokens: int, evaluations: int, seed: int = 0,
-        say: Callable[[Scored], None] = lambda s: None) -> Scored:  # fmt: skip
+        say: Callable[[Scored], None] = lambda s: None,
+        progress: Callable[[int], None] = lambda num_scored: None) -> Scored:  # fmt: skip
     """Search for the best set of layers on a text, write it to the file `out`, and return it.
 
-    The drafter `early_exit:path=FILE` reads the file. num_tokens: the number of tokens of the text to use. Raises
-    BadOption where the text is too short or the checkpoint has no tokenizer.
+    The drafter `early_exit:path=FILE` reads the file. num_tokens: the number of tokens of the text to use. say,
+    progress: see `search`. Raises BadOption where the text is too short or the checkpoint has no tokenizer.
     """
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         raise BadOption("a search for layers needs the target's tokenizer: load the checkpoint with it")
     scorer = Scorer(checkpoint.model, windows_of(tokenizer.encode(text), num_tokens, WINDOW))
-    best = search(scorer, evaluations, seed, say)
+    best = search(scorer, evaluations, seed, say, progress)
     facts = {
         "num_layers": str(scorer.num_layers),
         "agreement": f"{best.agreement:.4f}",
