@@ -31,6 +31,7 @@ from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
 
+PREPARING = "preparing the head"
 NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # config.json entries that may change: a head may go on with other ids
 
 
@@ -131,12 +132,14 @@ def train(
 
 
 def shown_prepare(config: HeadConfig, checkpoint: Checkpoint, quiet: bool, warn: Callable[[str], None]) -> HeadTask:
-    """Call `prepare`, and show a progress bar while hidden states are computed and stored."""
+    """Call `prepare`, and show progress meanwhile: of hidden states that are stored, and that weights are fitted."""
     with loop.progress_bar(quiet) as progress:
-        row = progress.add_task("hidden states", note="", visible=False)
-        return prepare(
-            config, checkpoint, lambda num, of: progress.update(row, completed=num, total=of, visible=True), warn
-        )
+        row = progress.add_task(PREPARING, total=None, note="")
+
+        def say(num: int, of: int) -> None:
+            progress.update(row, description=PREPARING if num == of else "hidden states", completed=num, total=of)
+
+        return prepare(config, checkpoint, say, warn)
 
 
 def prepare(
