@@ -39,8 +39,7 @@ def proposed(drafter: Drafter, seq: Sequence, budget: Budget) -> Draft:
 def seen_of(run: Run, logits: Any = NONE, best: Seq[int] = (), *, start: int = 0, kept: Seq[int] = (0,)) -> Seen:
     """Return what a drafter sees of a pass over one sequence; logits and best are those of its rows."""
     rows = range(len(run.tokens))
-    scores = Scores(np.empty((len(rows), 1)), [rows], [logits], [list(best)], 0.0, runs=[run])
-    return Seen(start, kept, rows, 0, scores)
+    return Seen(start, kept, rows, 0, Scores(np.empty((len(rows), 1)), [rows], [logits], [list(best)], 0.0, runs=[run]))
 
 
 def read_prompt(drafter: Drafter, seq: Sequence, chunk: int) -> None:

@@ -120,8 +120,7 @@ def drafts_of(target: str, draft: str, **options: Any) -> list[list[int]]:
 
 def test_a_file_of_eagle_drafts_as_its_folder(target: str, tmp_path: Path) -> None:
     weights = eagle_weights()
-    config = {**EAGLE_3, "eagle_aux_hidden_state_layer_ids": LAYERS}
-    folder = they.write(tmp_path / "folder", config, weights)
+    folder = they.write(tmp_path / "folder", {**EAGLE_3, "eagle_aux_hidden_state_layer_ids": LAYERS}, weights)
     file = write_eagle(tmp_path / "head.gguf", weights)
     drafts = drafts_of(target, f"eagle:path={folder},search=none")
     assert len({*map(tuple, drafts)}) > 2

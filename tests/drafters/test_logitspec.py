@@ -9,7 +9,7 @@ import torch
 
 from drafters.requests import drafted, request, seen_of
 from drafters.toys import V, crowded, engine_of, likeliest, spoken
-from engine.load import run
+from engine.load import run, take_steps
 from forerun.drafters.logitspec import LogitSpecDrafter, Options
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.models.runner import Run
@@ -178,8 +178,7 @@ def test_forks_of_one_prompt_know_only_their_own_rows() -> None:
     engine = engine_of(made, 4)
     params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=3, acceptance="match")
     requests = engine.add_all([5, 2, 7], params)
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     places = [(made._likely[request.seq.id].place, len(request.seq.tokens) - 1) for request in requests]
     assert [place for place, _ in places] == [last for _, last in places]
     assert len({id(made._likely[request.seq.id].behind) for request in requests}) == 3

@@ -165,8 +165,7 @@ def test_continuations_are_merged_into_a_tree_newest_first() -> None:
     draft = made.propose([seq], Budget([20], 0), [])
     assert draft.tokens == [1, 2, 5, 4, 5, 6, 3]
     assert draft.parents == [-1, 0, 1, -1, 3, 4, 1]
-    refused = made.propose([seq], Budget([20], 0, lambda b, depth, probs: depth < 2), [])
-    assert refused.tokens == [1, 2, 4, 5]
+    assert made.propose([seq], Budget([20], 0, lambda b, depth, probs: depth < 2), []).tokens == [1, 2, 4, 5]
 
 
 def test_nothing_follows_the_end() -> None:
@@ -177,9 +176,8 @@ def test_nothing_follows_the_end() -> None:
 @pytest.mark.parametrize(("guesses", "shape"), [(1, "chain"), (2, "tree")])
 def test_one_guess_makes_chains(guesses: int, shape: str) -> None:
     made, seq = begun([(9, 1, 2), (9, 3, 4)], guesses=guesses)
-    draft = made.propose([seq], Budget([20], 0), [])
     assert made.shape == shape
-    assert len(draft.tokens) == 2 * guesses
+    assert len(made.propose([seq], Budget([20], 0), []).tokens) == 2 * guesses
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,7 @@ def guessed(tokens: list[int], num: int) -> list[int]:
             positions, length = torch.arange(1, inputs.shape[1] + 1)[None], inputs.shape[1]
             embedded = model.get_input_embeddings()(inputs)
             mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
-            turned = model.model.rotary_emb(embedded, positions)
-            out = block.layers[0](embedded, hidden, turned, mask, positions, None)
+            out = block.layers[0](embedded, hidden, model.model.rotary_emb(embedded, positions), mask, positions, None)
             found.append(int(model.lm_head(out[:, -1]).argmax()))
             hidden, inputs = torch.cat((hidden, out[:, -1:]), 1), torch.cat((inputs, torch.tensor([found[-1:]])), 1)
     return found

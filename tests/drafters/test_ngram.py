@@ -87,8 +87,7 @@ def test_what_was_not_set_for_longest_is_forgotten() -> None:
 
 
 def test_memory_is_bounded_and_recent_text_is_known() -> None:
-    text = [i % 997 for i in range(0, 50_000, 7)] + [1, 2, 3, 4] * 3
-    store = store_of(text, max_ngrams=64)
+    store = store_of([i % 997 for i in range(0, 50_000, 7)] + [1, 2, 3, 4] * 3, max_ngrams=64)
     assert len(store._counts) <= 64
     assert len(store._best) <= 64
     assert store.guess([1, 2, 3]) == 4
@@ -140,8 +139,7 @@ def test_fillers_are_the_targets_tokens_behind_kept_rows(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Store, "make_known", noted)
     engine = engine_with(NgramDrafter(Options(filler_top_k=2)), 3)
-    request = engine.add([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=16, temperature=0.0, logprobs=2))
-    run(engine, [request])
+    run(engine, [request := engine.add([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=16, temperature=0.0, logprobs=2))])
     assert [stop for stop, _ in made] == list(range(6, 6 + len(made)))
     for stop, fillers in made:
         assert fillers == [token for token, _ in request.seq.logprobs[stop - 6].top]
@@ -152,6 +150,5 @@ def test_nothing_is_shared_between_requests() -> None:
     """What one request says is no draft of another, whatever their salts."""
     engine = engine_with(NgramDrafter(Options()), 3)
     run(engine, [engine.add([1, 2, 3, 4, 5, 6, 7, 8], greedy(8, ignore_eos=True))])
-    second = engine.add([1], greedy(1))
-    run(engine, [second])
+    run(engine, [second := engine.add([1], greedy(1))])
     assert second.report.num_drafted == 0

@@ -92,9 +92,8 @@ def test_a_wrong_place_does_not_move_where_it_was_lost() -> None:
 def test_the_answer_of_an_encoder_decoder_follows_its_source(
     begun: list[int], said: list[int], wanted: list[int]
 ) -> None:
-    drafter = PredictionDrafter(Options())
     seq = Sequence(0, [*begun, *said], len(begun), greedy(), 0, 99, source_ids=tuple(TEXT))
-    assert drafter.propose([seq], Budget([3], 0), [PhiloxCoins(0, 9, 0)]).tokens == wanted
+    assert PredictionDrafter(Options()).propose([seq], Budget([3], 0), [PhiloxCoins(0, 9, 0)]).tokens == wanted
     seq.prediction_ids = (50, 51)
     other = PredictionDrafter(Options()).propose([seq], Budget([3], 0), [PhiloxCoins(0, 9, 0)])
     assert other.tokens == ([] if said else [50, 51])  # what a request predicts comes first
@@ -152,12 +151,10 @@ def test_a_right_prediction_saves_passes_and_a_wrong_one_changes_nothing() -> No
 @pytest.mark.parametrize("text", [(0, 1, 2), (2, 2), (1,), (0, 2, 0, 2, 1)])
 def test_a_prediction_changes_no_distribution(params: SamplingParams, text: tuple[int, ...]) -> None:
     case = Case("prediction", params)
-    fields = {**vars(params), "prediction": text}
 
     def once(way: Branching) -> tuple[tuple[int, ...], int]:
         engine = engine_for(case, lambda seq: way.at(len(seq.tokens)))
-        request = engine.add(case.prompt, SamplingParams(**fields))
-        run(engine, [request])
+        run(engine, [request := engine.add(case.prompt, SamplingParams(**{**vars(params), "prediction": text}))])
         return tuple(request.seq.output_ids), request.report.num_accepted
 
     ways = enumerate_outcomes(once)

@@ -102,8 +102,7 @@ def test_hydra_drafts_as_its_description_says(folder: Path, target: TorchModel, 
             x = torch.cat([hidden, *target.embed(ids)])
             x = linear(f"hydra_mlp.{h}.0.res_connection", x) + F.silu(linear(f"hydra_mlp.{h}.0.linear", x))
             x = x + F.silu(linear(f"hydra_mlp.{h}.1.linear", x))
-            best = linear(f"hydra_lm_head.{h}", x).argsort(descending=True)
-            assert one.tokens[node] == best[ranks.get(parent, 0)]
+            assert one.tokens[node] == linear(f"hydra_lm_head.{h}", x).argsort(descending=True)[ranks.get(parent, 0)]
             ranks[parent], num = ranks.get(parent, 0) + 1, num + 1
     assert num > 30
 
@@ -170,8 +169,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 def block_logits(target: TorchModel, w: dict[str, Tensor], text: list[int]) -> Tensor:
     """Logits [block - 1, ids] of the tokens behind a text, whose last token the target has not run."""
-    features = rows_of(target, text[:-1], [1, 2])[1]
-    context = norm(torch.cat(features, -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    context = norm(torch.cat(rows_of(target, text[:-1], [1, 2])[1], -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = target.embed([text[-1], *[MASK] * (BLOCK - 1)])
     positions = torch.arange(len(text) - 1 + BLOCK)
     for i in range(2):
@@ -200,8 +198,7 @@ def test_dflash_drafts_as_its_description_says(folder: Path, target: TorchModel,
     assert len(rounds) > 2
     assert len(rounds[0].tokens) == BLOCK - 1  # fewer at the end of the text
     for one in rounds:
-        guesses = block_logits(target, w, tokens[: one.position]).argmax(-1).tolist()
-        assert one.tokens == guesses[: len(one.tokens)]
+        assert one.tokens == block_logits(target, w, tokens[: one.position]).argmax(-1).tolist()[: len(one.tokens)]
     tokens, rounds = rounds_of(folder, f"dflash:path={path}", ops, temperature=0.7, seed=3)
     for one in rounds:
         laws = (block_logits(target, w, tokens[: one.position]) / 0.7).softmax(-1)
@@ -260,16 +257,12 @@ def test_a_text_beyond_the_positions_is_written_plainly(folder: Path, tmp_path: 
     assert all(one.position - 1 + BLOCK <= 16 for one in rounds)
 
 
-def without(key: str) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config.pop(key)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
         (lambda c: c.update(architectures=["DSparkDraftModel"]), UnsupportedModel, "not DSpark or DFlash 2"),
         (lambda c: c.update(architectures=["DFlash2DraftModel"]), UnsupportedModel, "not DSpark or DFlash 2"),
-        (without("dflash_config"), UnsupportedModel, "has no dflash_config"),
+        (lambda c: c.pop("dflash_config"), UnsupportedModel, "has no dflash_config"),
         (lambda c: c["dflash_config"].pop("target_layer_ids"), UnsupportedModel, "it must list layers"),
         (lambda c: c["dflash_config"].update(final_logit_softcapping=20.0), UnsupportedModel, "softcapping"),
         (lambda c: c["dflash_config"].update(mask_token_id=999), BadOption, "mask_token_id=999"),

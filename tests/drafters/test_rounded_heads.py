@@ -26,8 +26,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 def wide_eagle(target: Target, folder: Path) -> Mapping[str, Any]:
     """A head of random weights whose rows whole groups fill."""
     width, num_ids = target.model.config.hidden_size, target.num_ids
-    decoder = Plain("llama", num_ids, width, 1, 4, 2, 16, 96, 1e-5, 256, tied=True).spec
-    config = eagle_model.EagleConfig(decoder, (0, 2))
+    config = eagle_model.EagleConfig(Plain("llama", num_ids, width, 1, 4, 2, 16, 96, 1e-5, 256, tied=True).spec, (0, 2))
     random = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
     weights = {name: weight.to("bfloat16") for name, weight in random.items()}  # as `forerun train head` writes them
     return _saved(target, folder, "eagle", weights, config.to_json())

@@ -18,8 +18,7 @@ from tiny import write_tiny
 def test_rows_of_what_was_kept(kept: Any) -> None:
     rows = torch.arange(10.0).view(5, 2)
     scores = cast(Scores, type("S", (), {"taps": {3: rows}, "hidden": rows})())
-    seen = Seen(0, kept, range(5), 0, scores)
-    found, wanted = seen.layer(3), rows[list(kept)]
+    found, wanted = Seen(0, kept, range(5), 0, scores).layer(3), rows[list(kept)]
     assert found.equal(wanted)
     rows += 1  # the next pass may write where this one did
     assert found.equal(wanted)

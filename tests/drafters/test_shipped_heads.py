@@ -41,11 +41,10 @@ def test_what_a_named_model_states_ships_with_the_package() -> None:
 def test_the_head_of_smollm2_drafts_what_it_says(temperature: float) -> None:
     """Conversations; the file has weights of 4 bits, and the head gets 8. The text is plain decoding's."""
     llm = LLM("smollm2", draft="eagle:path=smollm2", pacing="fixed", spec_length=3, max_seq_len=256)
-    params = SamplingParams(max_tokens=64, temperature=temperature, seed=4)
-    plain = SamplingParams(max_tokens=64, temperature=temperature, seed=4, draft="none")
+    params = {"max_tokens": 64, "temperature": temperature, "seed": 4}
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    outputs = llm.chat(asked, params)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.chat(asked, plain)]
+    outputs, plain = (llm.chat(asked, SamplingParams(**params, draft=draft)) for draft in (None, "none"))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     tested, accepted = (sum(getattr(o.report, name) for o in outputs) for name in ("num_tested", "num_accepted"))
     assert tested > 50
     assert accepted > 0.15 * tested

@@ -8,7 +8,7 @@ import pytest
 
 from drafters.requests import drafted, finished, request
 from drafters.toys import engine_with
-from engine.load import MODEL, run
+from engine.load import MODEL, run, take_steps
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.suffix import Options, Past, SuffixDrafter
 from forerun.engine import router
@@ -30,8 +30,7 @@ TEXT = [1, 2, 7, 1, 2, 7, 1, 2, 8, 9, 1, 2]  # 7 followed "1 2" twice, 8 once an
 
 
 def test_frequency_beats_recency() -> None:
-    assert chain(TEXT, 1, **FAR) == [7]
-    assert chain([5, *TEXT], 1, **FAR) == [7]
+    assert chain(TEXT, 1, **FAR) == chain([5, *TEXT], 1, **FAR) == [7]
     assert drafted(LookupDrafter(LookupOptions()), request(TEXT), 1).tokens == [8]
 
 
@@ -45,9 +44,7 @@ def test_runs_go_on_for_as_long_as_the_budget() -> None:
 
 
 def test_nothing_is_drafted_where_nothing_is_known() -> None:
-    assert chain([1, 2, 3]) == []
-    assert chain([1]) == []
-    assert chain([1, 1], 0) == []
+    assert chain([1, 2, 3]) == chain([1]) == chain([1, 1], 0) == []
 
 
 @pytest.mark.parametrize(("factor", "offset", "most"), [(1, 0, 3), (2, 0, 6), (0.5, 0, 1), (0, 4, 4), (1, 1, 4)])
@@ -178,8 +175,7 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
     engine = engine_with(drafter, 3)
     kept = engine.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="a"))
     gone = engine.add([4, 5, 6, 4, 5], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="b"))
-    for _ in range(2):
-        engine.step()
+    take_steps(engine, 2)
     engine.abort(gone)
     run(engine, [kept])
     assert drafter._past.of("a").tolist() == [*kept.seq.tokens, -1]

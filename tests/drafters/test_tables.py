@@ -82,8 +82,7 @@ def test_sampled_draws_state_the_formula(tmp_path: Path) -> None:
         assert [draft.probs[0].at(i) for i in range(NUM_IDS)] == pytest.approx(list(wanted / 3.5), abs=1e-15)
         draft = drafted("unigram", {"draws": "sampled", **options}, text, num=1)
         assert [draft.probs[0].at(i) for i in range(NUM_IDS)] == pytest.approx([4 / 7, 2 / 7, 1 / 7, 0, 0], abs=1e-15)
-    behind_unknown = drafted("bigram", {"draws": "sampled", "path": path}, [4], num=1).probs[0]
-    assert behind_unknown.at(0) == pytest.approx(4 / 7)
+    assert drafted("bigram", {"draws": "sampled", "path": path}, [4], num=1).probs[0].at(0) == pytest.approx(4 / 7)
 
 
 def test_a_greedy_request_gets_point_masses() -> None:

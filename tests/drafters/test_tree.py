@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import support
+from engine.load import run
 from forerun import pacing
 from forerun.config import EngineConfig
 from forerun.drafters.shared.artifacts import fingerprint, save
@@ -50,8 +51,7 @@ def test_siblings_are_drawn_without_those_before_them() -> None:
     assert drafter_for(Case("tree", params, {"shape": "3x1"})).draws == "distinct"
     probs, seconds = Probs(dense=torch.tensor([0.6, 0.3, 0.1])), set[int]()
     for seed in range(40):
-        seq = Sequence(seed, [1], 1, params, seed, 64)
-        children = list(children_of(probs, "distinct", 3, 0, philox_coins(seq), 0))
+        children = list(children_of(probs, "distinct", 3, 0, philox_coins(Sequence(seed, [1], 1, params, seed, 64)), 0))
         tokens = [token for token, _, _ in children]
         assert sorted(tokens) == [0, 1, 2]
         for i, (_, own, _) in enumerate(children):
@@ -114,9 +114,7 @@ def test_sequoia_drafts_the_best_tree_of_the_measured_shares(tmp_path: Path) -> 
     for temperature, roots in ((0.0, 4), (0.8, 1)):  # of seven nodes; a rank is no likelier than the one before it
         engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 7), max_seq_len=256)
         rounds = rounds_of(engine)
-        request = engine.add(prompts()[4], SamplingParams(max_tokens=20, temperature=temperature))
-        while request.seq.finish_reason is None:
-            engine.step()
+        run(engine, [engine.add(prompts()[4], SamplingParams(max_tokens=20, temperature=temperature))])
         full = [round for round in rounds if len(round.tokens) == 7]
         assert full
         assert {round.parents.count(-1) for round in full} == {roots}

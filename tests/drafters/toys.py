@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.load import MODEL, greedy, run, runner_with
+from engine.load import MODEL, greedy, run, runner_with, take_steps
 from forerun import LLM
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
@@ -113,8 +113,7 @@ def crowded(drafter: Drafter, spec_length: int = 5) -> int:
     """Serve more requests than the cache has room for, abort one, and return how many were preempted."""
     engine = engine_of(drafter, spec_length, num_tokens=64)
     requests = [engine.add([i, 3, i, 3], greedy(42)) for i in range(5)]
-    for _ in range(6):
-        engine.step()
+    take_steps(engine, 6)
     engine.abort(requests[0])
     run(engine, requests)
     return engine.scheduler.num_preemptions

@@ -61,10 +61,9 @@ def engine_with(
     kept = options.pop("backend", "paged"), options.pop("prefix_caching", True), options.get("folder")
     drafting = ModelDrafter(runner_with(options.pop("draft_model", DRAFT), num_tokens, *kept), Options())
     members = {"model": drafting, "lookup": LookupDrafter(LookupOptions())}
-    router = Router({"none": Drafter(), **members} if mode() == "off" else members)
     return Engine(
         runner_with(options.pop("model", MODEL), num_tokens, *kept),
-        router,
+        Router({"none": Drafter(), **members} if mode() == "off" else members),
         pacing.make(paced, spec_length) if isinstance(paced, str) else paced,
         **{"max_seq_len": 128, "turns": Turns(), **options},
     )
@@ -115,6 +114,12 @@ def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> li
         engine.step()
         check(engine)
     raise AssertionError("the requests did not finish")
+
+
+def take_steps(engine: Engine, num: int) -> None:
+    """Step so many times."""
+    for _ in range(num):
+        engine.step()
 
 
 def at_work(engine: Engine, *requests: Request) -> None:

@@ -101,8 +101,7 @@ def one_pass(
 
 
 def write_random(folder: Path, config: Spec, tokenizer_folder: Path) -> Path:
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1 << 20, generator=generator) * 0.02
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
     weights = {
         name: noise.repeat(-(-torch.Size(shape).numel() // len(noise)))[: torch.Size(shape).numel()].view(shape)
         for name, shape in weight_shapes(config).items()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.load import MODEL, alone, at_work, caches, check, engine_with, greedy, run, runner_with
+from engine.load import MODEL, alone, at_work, caches, check, engine_with, greedy, run, runner_with, take_steps
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.types import SamplingParams
@@ -72,14 +72,12 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
     run(engine, [engine.add([2] * 50, greedy(3))])
     wanted = [([1] * 60, greedy(3)), ([2] * 90, greedy(3))]
     first, second = (engine.add(*one) for one in wanted)
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     assert [engine.runner.cache.length(r.seq.id) for r in engine.scheduler.running] == [5, 48 + 16 + 11]
     cache = engine.runner.cache
     cache.open(-1)
     cache.reserve(-1, cache.free_tokens())
-    for _ in range(20):
-        engine.step()
+    take_steps(engine, 20)
     assert first.seq.finish_reason is not None
     cache.release(-1)
     assert run(engine, [first, second]) == alone(wanted)
@@ -103,8 +101,7 @@ def test_a_prompt_that_is_read_drives_nobody_out() -> None:
     engine = engine_with(64, prefill_chunk_tokens=16)
     run(engine, [engine.add([1] * 49, greedy(0))])
     first, second = engine.add([1] * 49, greedy(0)), engine.add([1] * 49, greedy(3))
-    for _ in range(8):
-        engine.step()
+    take_steps(engine, 8)
     assert (first.seq.finish_reason, second.seq.finish_reason) == ("length", "length")
     assert engine.scheduler.num_preemptions == 0
 
@@ -128,17 +125,15 @@ def test_priorities_order_the_queue() -> None:
 def test_the_worst_priority_has_to_go_even_if_it_came_first() -> None:
     engine = engine_with(96, prefix_caching=False)
     worse, better = engine.add([1] * 20, greedy(50, priority=1)), engine.add([2] * 20, greedy(50))
-    outputs = run(engine, [worse, better])
+    assert run(engine, [worse, better]) == alone([([1] * 20, greedy(50)), ([2] * 20, greedy(50))])
     assert worse.report.num_preemptions > 0
     assert better.report.num_preemptions == 0
-    assert outputs == alone([([1] * 20, greedy(50)), ([2] * 20, greedy(50))])
 
 
 def test_an_urgent_request_takes_the_place_of_the_worst_one_alone() -> None:
     engine = engine_with(max_batch_size=2)
     good, bad = engine.add([1], greedy(20)), engine.add([2], greedy(20, priority=1))
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     urgent = engine.add([3], greedy(20, priority=-1))
     engine.step()
     assert engine.scheduler.running == [urgent, good]
@@ -163,8 +158,7 @@ def test_no_more_have_to_go_than_an_urgent_request_needs() -> None:
 def test_a_preempted_request_goes_back_to_its_rank() -> None:
     engine = engine_with(max_batch_size=1)
     late = engine.add([1, 2], greedy(20, priority=1))
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     others = [engine.add([3, 4], greedy(5, priority=-1)), engine.add([5, 6], greedy(5))]
     order: list[Request] = []
     while len(order) < 3:
@@ -214,8 +208,7 @@ def test_what_a_request_left_when_it_was_stopped_in_its_prompt_is_found() -> Non
     engine = engine_with(prefill_chunk_tokens=16)
     prompt = [i % 9 for i in range(60)]
     first = engine.add(prompt, greedy(4))
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     engine.abort(first)
     run(engine, [again := engine.add(prompt, greedy(4))])
     assert again.report.num_cached_tokens == 32

@@ -69,8 +69,7 @@ def head_of_another_width(target: Path, folder: Path) -> str:
     path = str(random_eagle(target_for(loaded.model, tokenizer), folder)["path"])
     config = {**head_files.read_config(path, "eagle"), "hidden_size": 2 * loaded.model.config.hidden_size}
     fingerprint = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
-    weights = head_files.tensors(Path(path) / head_files.WEIGHTS)
-    head_files.save(folder / "wide", "eagle", weights, config, fingerprint)
+    head_files.save(folder / "wide", "eagle", head_files.tensors(Path(path) / head_files.WEIGHTS), config, fingerprint)
     return f"eagle:path={folder / 'wide'}"
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from engine.load import check, run
+from engine.load import check, run, take_steps
 from forerun import BadOption, SamplingParams
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options
@@ -78,9 +78,7 @@ class Found(NamedTuple):
 
 def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int | None = END) -> list[Found]:
     """All texts of the pool of a beam search by the target alone, best first: every candidate is made and sorted."""
-    width = params.num_beams
-    most = params.max_tokens or 0
-    penalty = params.length_penalty
+    width, most, penalty = params.num_beams, params.max_tokens or 0, params.length_penalty
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     pool: list[Found] = []
     for length in range(1, most + 1):
@@ -226,8 +224,7 @@ def test_a_lost_tree_is_fed_in_parts() -> None:
     model, params = target(5), search(n=3, max_tokens=20, draft="none", ignore_eos=True)
     engine = engine_of(model)
     outputs = engine.add_all([1, 2, 3], params)
-    for _ in range(6):
-        engine.step()
+    take_steps(engine, 6)
     (searcher,) = engine.scheduler.running
     assert len(searcher.search.tree.live()) > 4, "the beams have little in common"  # type: ignore[union-attr]
     engine.scheduler._preempt(searcher)
@@ -247,8 +244,7 @@ def test_an_ended_search_gives_everything_back() -> None:
     free = engine.scheduler.free_kv_tokens
     first = engine.add_all([1, 2, 3], search(n=3, max_tokens=30, draft="good", ignore_eos=True))
     other = engine.add([1, 2, 3], GREEDY)
-    for _ in range(5):
-        engine.step()
+    take_steps(engine, 5)
     engine.abort(first[1])
     assert len(engine.scheduler.running) == 2, "two outputs are still waited for"
     engine.abort(first[0])
@@ -292,9 +288,8 @@ def test_rules_of_a_text_hold_for_every_beam() -> None:
 
 def test_fewer_texts_than_beams() -> None:
     """Where masks leave one token, there is one text; the output that has none is aborted, and says so."""
-    only = {token: -math.inf for token in range(V) if token != END}
     engine = engine_of(target(2))
-    outputs = engine.add_all([1], search(n=2, logit_bias=only))
+    outputs = engine.add_all([1], search(n=2, logit_bias={token: -math.inf for token in range(V) if token != END}))
     run(engine, outputs)
     assert [(o.output().token_ids, o.output().finish_reason) for o in outputs] == [([END], "stop"), ([], "abort")]
     nothing = engine.add_all([1], search(n=2, logit_bias=dict.fromkeys(range(V), -math.inf)))
@@ -347,8 +342,7 @@ def test_options_of_draws_say_nothing_to_a_search_and_the_drafter_goes_on() -> N
     outputs = engine.add_all([1, 2, 3], search(n=3))
     run(engine, outputs)
     assert_found(outputs, searched(model, [1, 2, 3], search(n=3)))
-    sampled = engine.add([1, 2, 3], SamplingParams(max_tokens=8, seed=1, ignore_eos=True))
-    run(engine, [sampled])
+    run(engine, [sampled := engine.add([1, 2, 3], SamplingParams(max_tokens=8, seed=1, ignore_eos=True))])
     assert min(outputs[0].report.num_drafted, sampled.report.num_drafted) > 0
 
 
@@ -357,8 +351,7 @@ def test_a_drafter_that_knows_one_text_is_refused() -> None:
     router = Router({"own": Drafter(), "lookup": LookupDrafter(Options())})
     engine = Engine(runner_of(model, None), router, FixedPacing(2))
     sentence = "draft='own' cannot draft for the beams of num_beams=3: ask for draft='lookup'"
-    with pytest.raises(BadOption, match=sentence):
-        engine.add([1], search())
+    assert sentence in refusal(BadOption, engine.add, [1], search())
     with pytest.raises(BadOption, match="num_beams=3 is more than max_num_batched_tokens=2"):
         engine_of(model, max_batch_size=2, max_num_batched_tokens=2).add([1], search())
     assert "may grow to" in refusal(Exception, engine_of(model, num_tokens=32).add, [1], search(max_tokens=20))

@@ -216,8 +216,7 @@ def test_errors_name_the_source_of_a_wrong_option(tmp_path, monkeypatch):
     monkeypatch.delenv("FORERUN_SPEC_LENGTH")
     said = refusal(BadOption, merged, tmp_path, "max_tokens = 5")
     assert said.endswith(": max_tokens is no option of the engine: give it with each request, as --max-tokens 5")
-    several = f'[models.a]\ntarget = "x"\n{wrong}'
-    (tmp_path / "models.toml").write_text(several)
+    (tmp_path / "models.toml").write_text(f'[models.a]\ntarget = "x"\n{wrong}')
     said = refusal(BadOption, EngineConfig.several, [], {}, str(tmp_path / "models.toml"))
     assert said.startswith("[models.a]: the config file")
     monkeypatch.setenv("FORERUN_BAD_WORDS", "y")
@@ -244,8 +243,7 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         "[" * 10_000: "not valid",
     }.items():
         (tmp_path / "forerun.json").write_text(text)
-        with pytest.raises(BadOption, match=why):
-            EngineConfig.from_sources({}, str(tmp_path / "forerun.json"))
+        assert why in refusal(BadOption, EngineConfig.from_sources, {}, str(tmp_path / "forerun.json"))
 
 
 @pytest.mark.usefixtures("no_variables")

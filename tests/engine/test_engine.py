@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from engine.load import assert_empty, heard, interrupt
+from engine.load import assert_empty, heard, interrupt, take_steps
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.types import SamplingParams, Sequence
 from forerun.verify import ratio
 from refusals import refusal
-from support import VOCAB, engine_for, random_decoder
+from support import VOCAB, engine_for, random_decoder, rounds_of
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
@@ -44,8 +44,7 @@ def test_a_prompt_is_run_in_chunks_beside_decoding_requests():
     engine.step()
     reports = heard(engine)
     second = engine.add(list(range(30)), GREEDY)
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     assert [r.num_prefill_tokens for r in reports] == [8, 8]
     assert first.seq.num_output_tokens >= 2
     assert second.seq.num_output_tokens == 0
@@ -72,8 +71,7 @@ def test_prefill_stops_one_short_so_that_the_first_decode_step_speculates():
     engine = engine_for(random_decoder(1), "model")
     reports = heard(engine)
     engine.add([3, 4, 5], GREEDY)
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     assert (reports[0].num_prefill_tokens, reports[0].num_decoding) == (2, 0)
     assert reports[1].num_drafted == 4
 
@@ -91,10 +89,9 @@ def test_max_tokens_is_exact_and_never_overdrafted(draft):
 def test_an_end_id_inside_a_round_cuts_the_rest_and_is_kept_in_the_ids(draft):
     (plain,) = serve(engine := engine_for(random_decoder(1)), engine.add([5, 6], GREEDY))
     for end in sorted(set(plain)):
-        first = plain.index(end)
         engine = engine_for(random_decoder(1), draft, end_ids=frozenset([end]))
         (ids,) = serve(engine, request := engine.add([5, 6], GREEDY))
-        assert ids == plain[: first + 1]
+        assert ids == plain[: plain.index(end) + 1]
         assert request.seq.finish_reason == "stop"
         ignored = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
         assert serve(engine, engine.add([5, 6], ignored)) == [plain]
@@ -112,11 +109,9 @@ def test_min_tokens_keeps_end_ids_out_of_the_first_tokens(draft):
 @pytest.mark.speculation("fixed", "auto")
 def test_the_report_adds_up():
     engine = engine_for(random_decoder(1), "model", spec_length=4)
-    steps = heard(engine, detail=True)
-    params = SamplingParams(max_tokens=60, temperature=0.7, seed=3)
-    (ids,) = serve(engine, request := engine.add([1, 2, 3], params))
+    rounds = rounds_of(engine)
+    (ids,) = serve(engine, request := engine.add([1, 2, 3], SamplingParams(max_tokens=60, temperature=0.7, seed=3)))
     report = request.report
-    rounds = [r for s in steps for r in s.rounds]
     assert report.num_steps == len(rounds)
     assert report.num_drafted == sum(len(r.tokens) for r in rounds)
     assert report.num_accepted == sum(len(r.accepted) for r in rounds)
@@ -158,8 +153,7 @@ def test_without_listeners_no_detail_is_made():
 def test_aborting_at_any_time_leaks_no_block(draft):
     engine = engine_for(random_decoder(1), draft, max_batch_size=2)
     caches = [engine.runner.cache] + ([engine.drafter.first.runner.cache] if draft == "model" else [])
-    requests = [engine.add([i] * 20, GREEDY) for i in range(4)]
-    for victim in requests:
+    for victim in [engine.add([i] * 20, GREEDY) for i in range(4)]:
         engine.step()
         engine.abort(victim)
         engine.abort(victim)
@@ -218,9 +212,9 @@ def test_the_draft_model_stops_at_its_own_last_position():
     alone = serve(plain := engine_for(random_decoder(1)), plain.add([1, 2], SamplingParams(60, temperature=0.0)))
     model = engine.drafter.first.runner.model
     model.config = type(model.config)(**{**model.config.__dict__, "max_positions": 30})
-    steps = heard(engine, detail=True)
+    rounds = rounds_of(engine)
     assert serve(engine, engine.add([1, 2], SamplingParams(60, temperature=0.0))) == alone
-    for r in (r for s in steps for r in s.rounds):
+    for r in rounds:
         assert r.position + len(r.tokens) - 1 <= 30 if r.tokens else r.position + 1 > 29
 
 
@@ -228,9 +222,8 @@ def test_the_draft_model_stops_at_its_own_last_position():
 def test_a_request_that_may_emit_nothing_fails_alone(draft):
     (alone,) = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
     engine = engine_for(random_decoder(1), draft)
-    nothing = {i: -float("inf") for i in range(VOCAB)}
     good = engine.add([1, 2], GREEDY)
-    bad = engine.add([1, 2], SamplingParams(max_tokens=5, logit_bias=nothing))
+    bad = engine.add([1, 2], SamplingParams(max_tokens=5, logit_bias={i: -float("inf") for i in range(VOCAB)}))
     assert serve(engine, good, bad)[0] == alone
     assert bad.seq.finish_reason == "abort"
     assert "no token is left" in str(bad.error)

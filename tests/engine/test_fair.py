@@ -72,10 +72,9 @@ def test_the_latest_chunks_count_and_the_usual_step_is_a_median() -> None:
 
 def test_how_long_a_step_usually_is_goes_by_how_many_decode_and_is_looked_at_again() -> None:
     """Otherwise eight streams would count as one whose prompts are dear, and prompts might never be read."""
-    eight = StepReport(num_decoding=8, score_s=0.040)
     fair = known(3.0, DECODING, mixed(50, 0.020))
     assert allowed(fair, 512, 8) == 0
-    fair.observe(eight)
+    fair.observe(StepReport(num_decoding=8, score_s=0.040))
     assert allowed(fair, 512, 8) == pytest.approx(400 * FIRST_SHARE, abs=2)
     for _ in range(RENEWED_AFTER - 1):
         assert allowed(fair, 512, 2) > 0

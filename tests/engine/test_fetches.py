@@ -82,9 +82,8 @@ def test_who_comes_later_gives_way_to_what_is_fetched_for_an_earlier_one(engine:
     while not worse.report.num_preemptions:
         assert late.num_fetching == 1
         engine.step()
-    outputs = run(engine, [worse, late])
+    assert run(engine, [worse, late]) == alone([([1] * 60, plain(60)), (PROMPT, plain(4))])
     assert late.report.num_disk_tokens == 32
-    assert outputs == alone([([1] * 60, plain(60)), (PROMPT, plain(4))])
 
 
 def test_who_comes_before_does_not_wait_for_what_is_fetched_for_a_later_one(engine: Engine) -> None:
@@ -120,10 +119,9 @@ def test_a_preempted_request_is_sought_on_disk_again(kept: Folder) -> None:
     engine.step()
     keeper = caches(engine)[0].keeper
     wait_for(lambda: keeper is None or len(keeper.shelf) >= 2 + 3)  # those of PROMPT, and what the request had filled
-    outputs = run(engine, [late, urgent])
+    assert run(engine, [late, urgent]) == alone([([5] * 40, plain(30)), ([7] * 100, plain(20))])
     assert late.report.num_preemptions == 1
     assert late.num_fetched == 48
-    assert outputs == alone([([5] * 40, plain(30)), ([7] * 100, plain(20))])
 
 
 def test_a_pass_that_has_less_room_than_was_counted_ends_nobody() -> None:

@@ -199,8 +199,7 @@ def test_a_fork_goes_on_alone() -> None:
     runner.forward([Run(0, PROMPTS[2])])
     cache.keep({0: range(6)})
     cache.fork(0, 1)
-    rows = [runner.forward([Run(slot, [slot + 1])]).logits[0] for slot in (0, 1)]
-    for slot, found in enumerate(rows):
+    for slot, found in enumerate([runner.forward([Run(slot, [slot + 1])]).logits[0] for slot in (0, 1)]):
         whole = TARGET(torch.tensor([[*PROMPTS[2][:6], slot + 1]])).logits[0, -1:]
         assert torch.allclose(torch.from_numpy(found), whole, atol=1e-10)
     with pytest.raises(InternalError, match="chains only"):

@@ -30,11 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafts_within_the_positions(folder: Path, ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration reads no position that the table lacks, and a rounded copy has the table as well."""
     monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))  # so that passes are measured
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     texts = []
     for draft in ("none", "lookup", "self:quantization=int8:group=16"):
         with LLM(str(folder), draft=draft, ops=ops, dtype="float32") as llm:
-            (out,) = llm.generate(["abcabcabc"], params)
+            (out,) = llm.generate(["abcabcabc"], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
         texts.append(out.token_ids)
         assert draft == "none" or out.report.num_drafted > 0
     assert texts[0] == texts[1] == texts[2]

@@ -24,8 +24,7 @@ class Guess(Drafter):
 
 def text_and_report(acceptance: str, **options):
     engine = Engine(runner_with(MODEL, 400), Router({"guess": Guess()}), make("fixed", 3))
-    request = engine.add([1, 2, 3], SamplingParams(max_tokens=24, acceptance=acceptance, **options))
-    run(engine, [request])
+    run(engine, [request := engine.add([1, 2, 3], SamplingParams(max_tokens=24, acceptance=acceptance, **options))])
     assert request.error is None
     return request.seq.output_ids, request.report
 

@@ -24,8 +24,7 @@ def test_the_known_answer() -> None:
 
 def test_only_what_is_equal_from_the_root_on_is_merged() -> None:
     """Equal tokens below different tokens have different rows; a second sequence is numbered from 0."""
-    draft = Draft([A, A, C, E, D, E, C], [-1, -1, -1, 2, -1, 4, -1], [0, 1, 7], [Probs.of_point(0)] * 7)
-    packed = draft.shared_rows(1)
+    packed = Draft([A, A, C, E, D, E, C], [-1, -1, -1, 2, -1, 4, -1], [0, 1, 7], [Probs.of_point(0)] * 7).shared_rows(1)
     assert packed.tokens == [A, C, E, D, E]
     assert packed.parents == [-1, -1, 1, -1, 3]
     assert packed.places == [0, 1, 2, 3, 4, 1]

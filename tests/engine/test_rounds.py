@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import DRAFT, MODEL, alone, engine_with, greedy, heard, interrupt, mixed, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, greedy, heard, interrupt, mixed, run, runner_with, take_steps
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
@@ -269,8 +269,7 @@ def test_a_step_on_native_operators_keeps_torch_to_one_thread(monkeypatch: pytes
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    is_native = hasattr(engine.runner.model, "best")
-    assert set(seen) == {1 if is_native else 2}
+    assert set(seen) == {1 if hasattr(engine.runner.model, "best") else 2}
 
 
 @pytest.mark.once("about one report")
@@ -327,8 +326,7 @@ def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
     choices = ("lookup", "model", "lookup", "none", "model")
     requests = [engine.add([1, 2, 3, 1, 2, 3, 1, 2], greedy(40, draft=draft)) for draft in choices]
     policy.most = {request.seq.id: number for number, request in enumerate(requests)}
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     drafted = {s.sequence_id: s.num_drafted for s in policy.heard[-1].sequences}
     assert [drafted[request.seq.id] for request in requests] == [0, 1, 2, 0, 4]
     assert {id_ for id_, _ in policy.depths} == {r.seq.id for r in requests if r.seq.draft != "none"}
@@ -369,14 +367,12 @@ def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() 
     sampled = SamplingParams(max_tokens=60, temperature=1.0, seed=2, draft="copy", acceptance="ratio")
     requests = [engine.add([1, 2, 3], greedy(60, draft="copy")), engine.add([4, 5], sampled)]
     run(engine, requests)
-    assert requests[0].report.alpha_hat == 1.0
-    assert requests[1].report.alpha_hat == 1.0  # p = q in every test, so a ratio of 1
+    assert [request.report.alpha_hat for request in requests] == [1.0, 1.0]  # p = q in every test, so a ratio of 1
     noisy = engine.add([1, 2, 3], greedy(60, draft="noisy"))
     rounds = rounds_of(engine)
     run(engine, [noisy])
     assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
-    guesses = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
     # In every round the draft model guesses first what it says after the committed tokens.
-    for tokens, drafted in guesses:
+    for tokens, drafted in [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]:
         engine = Engine(runner_with(DRAFT, 256), Router({}), make("fixed", 1), max_seq_len=128)
         assert run(engine, [engine.add(tokens, greedy(1))]) == [[drafted]]

@@ -34,10 +34,9 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
     assert second in engine.scheduler.waiting
     assert first in engine.scheduler.running
     assert all(cache.length(second.seq.id) == 0 for cache in caches(engine))
-    outputs = run(engine, [first, second])
+    assert run(engine, [first, second]) == alone([([1] * 20, GREEDY), ([2] * 20, GREEDY)])
     assert second.seq.tokens[: len(had)] == had
     assert second.report.num_preemptions == 1
-    assert outputs == alone([([1] * 20, GREEDY), ([2] * 20, GREEDY)])
 
 
 @pytest.mark.once("about drafts of a fixed length")
@@ -242,7 +241,7 @@ def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
     while not any(len(report.sequences) == 2 for report in reports):
         engine.step()
     both = next(report for report in reports if len(report.sequences) == 2)
-    assert [s.num_drafted for s in both.sequences] == [1, 9] or [s.num_drafted for s in both.sequences] == [0, 9]
+    assert [s.num_drafted for s in both.sequences] in ([1, 9], [0, 9])
 
 
 @pytest.mark.once("about the draft model")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.load import MODEL, alone, at_work, engine_with, heard, plain, run
+from engine.load import MODEL, alone, at_work, engine_with, heard, plain, run, take_steps
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.scheduler import OVERTAKING_TOKENS
@@ -63,8 +63,7 @@ def test_a_newcomer_is_not_held_up_by_what_is_read_beside_it() -> None:
     long = engine.add([1] * 120, plain())
     engine.step()
     short = engine.add([2] * 12, plain(4))
-    engine.step()
-    engine.step()
+    take_steps(engine, 2)
     assert [report.num_prefill_tokens for report in reports] == [64, 11, 119 - 64]
     assert (short.report.num_steps, reports[2].num_decoding) == (1, 1)
     run(engine, [long, short])

@@ -24,12 +24,16 @@ def always(byte: int, **options: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, logit_bias={byte + 1: 1000.0}, **options)
 
 
-def test_the_first_newline_of_a_run_of_byte_tokens_stops(llm: LLM) -> None:
-    params = always(0x0A, max_tokens=20, stop=("\n",))
+def check_first_token_stops(llm: LLM, params: SamplingParams, token: int) -> None:
+    """Whether the text is read at the end or in pieces."""
     (out,) = llm.generate("a", params)
-    assert (out.text, out.token_ids, out.finish_reason) == ("", [0x0B], "stop")
+    assert (out.text, out.token_ids, out.finish_reason) == ("", [token], "stop")
     *_, last = llm.stream("a", params)
     assert (last.text, last.finish_reason) == ("", "stop")
+
+
+def test_the_first_newline_of_a_run_of_byte_tokens_stops(llm: LLM) -> None:
+    check_first_token_stops(llm, always(0x0A, max_tokens=20, stop=("\n",)), 0x0B)
 
 
 def test_a_stream_does_not_hold_back_a_run_of_byte_tokens(llm: LLM) -> None:
@@ -38,11 +42,7 @@ def test_a_stream_does_not_hold_back_a_run_of_byte_tokens(llm: LLM) -> None:
 
 def test_a_stop_text_that_the_end_of_the_output_completes(llm: LLM) -> None:
     """Half a character at the end becomes U+FFFD when nothing follows."""
-    params = always(0xE2, max_tokens=1, stop=("\ufffd",))
-    (out,) = llm.generate("a", params)
-    assert (out.text, out.token_ids, out.finish_reason) == ("", [0xE3], "stop")
-    *_, last = llm.stream("a", params)
-    assert (last.text, last.finish_reason) == ("", "stop")
+    check_first_token_stops(llm, always(0xE2, max_tokens=1, stop=("\ufffd",)), 0xE3)
     (whole,) = llm.generate("a", always(0xE2, max_tokens=1, stop=("x",)))
     assert (whole.text, whole.finish_reason) == ("\ufffd", "length")
 

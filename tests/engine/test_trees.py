@@ -57,8 +57,7 @@ def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int)
         assert all(out.report.num_cached_tokens == 0 for out in outs)
     trees = [r for r in rounds if r.parents.count(-1) > 1]
     assert {len(r.accepted) for r in trees} == ({0, 1} if spec_length == 2 else {0, 1, 2})
-    for out in outs:
-        report = out.report
+    for report in (out.report for out in outs):
         assert report.num_accepted <= report.num_tested <= report.num_drafted
         assert len(report.drafted_per_position) <= 2, "two levels"
         assert sum(report.accepted_per_position) == report.num_accepted

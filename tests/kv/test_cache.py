@@ -106,8 +106,7 @@ class CacheFuzz(RuleBasedStateMachine):
     def hold(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from([n for n, s in self.slots.items() if s.run]))
         state = self.slots[slot]
-        first = len(state.pending)
-        self.cache.hold(slot, [data.draw(st.integers(-1, first + i - 1)) for i in range(len(state.run))])
+        self.cache.hold(slot, [data.draw(st.integers(-1, len(state.pending) + i - 1)) for i in range(len(state.run))])
         state.pending, state.run = state.pending + state.run, []
 
     @precondition(lambda self: self.slots and len(self.slots) < len(SLOTS))

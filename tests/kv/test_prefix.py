@@ -102,8 +102,7 @@ def test_who_shares(backend: Any, prefix_caching: bool) -> None:
     d, tokens = Driven(cache), list(range(64))
     d.start(0, tokens)  # to the last position, so that the one block of a contiguous slot is full
     shares = backend == "paged" and prefix_caching
-    assert d.open(1, tokens) == (48 if shares else 0)
-    assert cache.prefix_hit_tokens == (48 if shares else 0)
+    assert d.open(1, tokens) == cache.prefix_hit_tokens == (48 if shares else 0)
     assert cache.prefix_queries_tokens == (128 if prefix_caching else 0)
     assert cache._prefixes.holds(cache._slots[0].table[0]) == prefix_caching
     d.check()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.load import run
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption
 from forerun.pacing import make
@@ -140,9 +141,7 @@ def test_a_greedy_draft_model_is_asked_for_its_logits(spec):
     engine = engine_for(random_decoder(1), "model")
     engine.pacing = engine.stepper.pacing = make(spec, 8)
     rounds = rounds_of(engine)
-    request = engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=60, temperature=0))
-    while request.seq.finish_reason is None:
-        engine.step()
+    run(engine, [engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=60, temperature=0))])
     whole = [round_ for round_ in rounds if round_.granted == 8]
     assert whole
     assert any(len(round_.tokens) < 8 for round_ in whole)

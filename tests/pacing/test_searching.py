@@ -34,8 +34,7 @@ class Machine:
         pacing = build(Options(), None, costs)
         assert isinstance(pacing, AutoPacing)
         self.pacing, self.search_s, self.found, self.row_s, self.draft = pacing, search_s, found, row_s, draft
-        params = SamplingParams(temperature=0)
-        self.seqs = [Sequence(b, [1] * 9, 9, params, 0, 10**6, draft=draft) for b in range(num)]
+        self.seqs = [Sequence(b, [1] * 9, 9, SamplingParams(temperature=0), 0, 10**6, draft=draft) for b in range(num)]
         self.searched: list[int] = []  # texts, by step
         self.tokens, self.seconds = [], []  # type: list[int], list[float]
 
@@ -69,7 +68,6 @@ class Machine:
             rounds.append(SequenceStep(seq.id, self.draft, drafted, tested, tuple(range(accepted)), accepted + 1))
         search_s = self.search_s * num_searched
         pass_s = STEP_S * (1 + self.row_s * (len(self.seqs) + num_nodes - 1))
-        plain_s = STEP_S * (1 + self.row_s * (len(self.seqs) - 1))
         report = StepReport(num_decoding=len(self.seqs), num_rows=len(self.seqs) + num_nodes, sequences=rounds)
         report.draft_s, report.score_s = search_s, pass_s
         report.num_emitted = len(rounds) + sum(len(own.accepted_ranks) for own in rounds)
@@ -79,7 +77,7 @@ class Machine:
             report.drafts = {self.draft: step_of}
         self.searched.append(num_searched)
         self.tokens.append(report.num_emitted)
-        self.seconds.append((pass_s + search_s) / plain_s * STEP_S)
+        self.seconds.append((pass_s + search_s) / (1 + self.row_s * (len(self.seqs) - 1)))
         self.pacing.observe(report)
 
 

@@ -30,8 +30,7 @@ def test_a_drafter_that_is_too_sure_of_itself_is_found_out() -> None:
     """Only what was tested counts: tokens behind a rejected one say nothing."""
     known, rng = Stopping(), random.Random(0)
     for _ in range(400):
-        accepted = next((i for i in range(4) if rng.random() > 0.5), 4)
-        known.observe(1, [0.995] * 4, accepted)
+        known.observe(1, [0.995] * 4, next((i for i in range(4) if rng.random() > 0.5), 4))
     shares, share = known.shares(1)
     assert shares[-1] == pytest.approx(0.5, abs=0.08)
     assert shares[0] == pytest.approx(FIRST_SHARES[0], abs=0.01)
@@ -158,8 +157,7 @@ def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> No
     assert 5 * short < long < 100
     assert short < rounds_until_it_reads(5000, 400) < long / 2
     assert rounds_until_it_reads(10**6, 2000) == rounds_until_it_reads(10**9, 2000)  # no answer is that long
-    assert rounds_until_it_reads(10**6, 20000) == 200
-    assert rounds_until_it_reads(405, 400) == 200
+    assert rounds_until_it_reads(10**6, 20000) == rounds_until_it_reads(405, 400) == 200
 
 
 def test_what_the_search_finds_does_not_make_probes_of_a_bad_model_denser() -> None:

@@ -36,8 +36,7 @@ def report(
     step.score_s = ROW_S * (1 + row * (step.num_rows - 1))
     step.draft_s = draft_s
     step.drafts["model"] = DraftStep(draft_s, sum(k > 0 for k in drafted), sum(drafted))
-    for name, value in told.items():
-        setattr(step, name, value)
+    vars(step).update(told)
     return step
 
 

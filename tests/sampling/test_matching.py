@@ -35,9 +35,8 @@ LIKED = '"}]{),<:0 \n'  # by what says little, so that texts come to their ends
 @functools.cache
 def tokenizer(is_special: bool) -> Tokenizer:
     """Bytes, some longer tokens, the marks of all dialects, special or none; and marks of reasoning that are texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = {chr(i): chr(i) for i in range(33, 127)} | {" ": "Ġ", "\n": "Ċ"}
-    vocab = {byte: i for i, byte in enumerate(alphabet)}
+    vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = list[tuple[str, str]]()
     for text in MERGED:
         whole = "".join(spelled[char] for char in text)
@@ -118,10 +117,8 @@ def of_chat(
 @functools.cache
 def kinds() -> dict[str, Callable[[], Callable[[], Constraint]]]:
     """What compiles each kind of grammar."""
-    made: dict[str, Callable[[], Callable[[], Constraint]]] = {}
-    for name, given in GRAMMARS.items():
-        made[name] = functools.partial(start_of, SamplingParams(**given), tokenizer(False))
     spelling = tokenizer(False)
+    made = {name: functools.partial(start_of, SamplingParams(**given), spelling) for name, given in GRAMMARS.items()}
     for name, rules in COUNTED.items():
         for of, a, b in (("text", "c", "#"), ("special", END, CLOSE)):
             ids = [str(spelling.encode(text)[0]) for text in (a, b)]
@@ -182,10 +179,9 @@ def said(walk: Constraint, committed: Seq[int], path: Seq[int]) -> tuple[str, bo
 
 def walks(kind: str, num: int) -> None:
     spelling = tokenizer("special" in kind)
-    end = spelling.encode(END)[0]
     liked = frozenset(i for char in LIKED for i in spelling.encode(char)) | spelling.special_ids
     liked |= frozenset(spelling.encode(mark)[0] for mark in (OPEN, CLOSE))
-    wrong = differences(kinds()[kind](), liked, end, num)
+    wrong = differences(kinds()[kind](), liked, spelling.encode(END)[0], num)
     assert not wrong, f"{len(wrong)} of {num}, the first: {wrong[0]}"
 
 

@@ -59,8 +59,7 @@ def test_every_lane_of_the_race_has_its_own_noise(native):
             if i < j < 192:
                 weights = np.zeros(200, np.float32)
                 weights[[i, j]] = 0.5
-                expected = i if words[i] >= words[j] else j
-                assert native.race(weights, None, 2**40 + 3, 9) == expected
+                assert native.race(weights, None, 2**40 + 3, 9) == (i if words[i] >= words[j] else j)
 
 
 # -------------------------------------------------------------------------------------------------------- the race
@@ -73,9 +72,8 @@ SIZES = st.sampled_from([1, 2, 3, 5, 63, 64, 65, 129, 1000, 4096])
 def test_races_agree(native, kind, size, seed, position, scale):
     """At every scale of the weights, with and without a list of ids."""
     weights = weights_of(kind, size, seed % 1000) * np.float32(2.0**scale)
-    winner = native.race(weights, None, seed, position)
-    assert winner == _race(weights, None, seed, position)
-    assert winner == by_definition(weights, np.arange(size), seed, position)
+    winner = by_definition(weights, np.arange(size), seed, position)
+    assert native.race(weights, None, seed, position) == _race(weights, None, seed, position) == winner
     ids = np.flatnonzero(np.random.default_rng(seed).random(3 * size) < 0.3)[:size]
     if len(ids) and weights[: len(ids)].any():
         some = weights[: len(ids)]
@@ -87,8 +85,7 @@ def test_whole_vocabularies(kernels):
     for seed, kind in enumerate(("flat", "peaked", "all equal", "halves and gaps")):
         weights = weights_of(kind, 128_256, seed)
         weights /= weights.sum()
-        winner = kernels.race(weights, None, seed, 77)
-        assert winner == by_definition(weights, np.arange(len(weights)), seed, 77)
+        assert kernels.race(weights, None, seed, 77) == by_definition(weights, np.arange(len(weights)), seed, 77)
         ids = np.flatnonzero(weights)[:: 50 + seed]
         assert kernels.race(weights[ids], ids, seed, 77) == by_definition(weights[ids], ids, seed, 77)
 
@@ -103,8 +100,7 @@ def test_ids_beyond_2_to_the_18_have_noise_of_their_own(kernels):
 
 
 def words_of(size: int, seed: int, position: int) -> np.ndarray:
-    counters = [[position, rng.PURPOSE_MATCH, 0, j] for j in range(size // 4)]
-    return rng.philox4x32(counters, rng.key_of(seed)).reshape(-1)
+    return rng.philox4x32([[position, rng.PURPOSE_MATCH, 0, j] for j in range(size // 4)], rng.key_of(seed)).reshape(-1)
 
 
 @pytest.mark.parametrize("rest", [0.0, 1e-9, 1e-4])
@@ -197,8 +193,7 @@ def test_the_text_of_a_seed_is_this(kernels, monkeypatch):
     """Pinned: what a seed says may not change with a library, a processor, or from version to version by accident."""
     monkeypatch.setattr(arithmetic, "native_sampler", lambda: None if kernels is BY_NUMPY else kernels)
     words = rng.philox4x32([[j, 1, 2, 3] for j in range(1250)], (4, 5)).reshape(-1)
-    weights = arithmetic.exp(-(words >> 8).astype(np.float32) * np.float32(2.0**-21))
-    probs = Probs(dense=weights)
+    probs = Probs(dense=arithmetic.exp(-(words >> 8).astype(np.float32) * np.float32(2.0**-21)))
     coins = PhiloxCoins(seed=2**63 + 11, position=100, round=7)
     made = [[draw(probs, depth) for depth in range(6)] for draw in (coins.draw, coins.draft, coins.pick)]
     assert made == [

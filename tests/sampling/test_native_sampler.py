@@ -162,8 +162,7 @@ def test_numpy_is_the_definition(kind: str, size: int, seed: int, filters: Filte
 
 def test_an_id_has_a_probability_down_to_87_below_the_largest(kernels):
     below = np.nextafter(np.float32(-87), np.float32(-88))
-    logits = np.array([0, -87, below, -88, -np.inf] * 20, np.float32)
-    _, values = kernels.probs(logits, 1.0, 0, NONE, 1.0, 0)
+    _, values = kernels.probs(np.array([0, -87, below, -88, -np.inf] * 20, np.float32), 1.0, 0, NONE, 1.0, 0)
     assert (values > 0).tolist() == [True, True, False, False, False] * 20
 
 
@@ -176,8 +175,7 @@ def test_whole_vocabularies(native, size):
     for seed, kind in enumerate(("flat", "peaked", "whole numbers", "close")):
         logits = row(kind, size, seed)
         for filters in WIDE[seed % 2 :: 2] if size > 128_256 else WIDE:
-            made = _probs(logits, *filters, size // 16)
-            assert same(native.probs(logits, *filters, size // 16), made)
+            assert same(native.probs(logits, *filters, size // 16), _probs(logits, *filters, size // 16))
             assert native.argmax(logits) == _argmax(logits)
 
 
@@ -208,8 +206,7 @@ def test_ties_of_top_k_are_filled_by_lowest_id(kernels, size, k):
     above = [3, 62, 63, 64, size - 1]
     logits[above] = 1
     others = [i for i in range(size) if i not in above]
-    expected = above[:k] if k <= 5 else sorted(above + others[: k - 5])
-    assert kept_ids(kernels, logits, 1.0, k, NONE, 1.0) == expected
+    assert kept_ids(kernels, logits, 1.0, k, NONE, 1.0) == (above[:k] if k <= 5 else sorted(above + others[: k - 5]))
 
 
 @pytest.mark.parametrize("size", [128, 2048, 8192])
@@ -226,8 +223,7 @@ def test_ties_of_top_p_are_filled_by_lowest_id(kernels, size, share):
 @pytest.mark.parametrize("size", [64, 4096])
 def test_ties_of_top_p_below_the_largest(kernels, size):
     """One id has half of the mass and the tied ones share the other half."""
-    value = np.float32(math.log(1 / (size - 1)))
-    logits = np.full(size, value, np.float32)
+    logits = np.full(size, np.float32(math.log(1 / (size - 1))), np.float32)
     logits[size // 2] = 0
     ticks = arithmetic.ticks(arithmetic.exp(logits), size, 1.0)
     total, each = int(ticks.sum()), int(ticks[0])
@@ -235,8 +231,7 @@ def test_ties_of_top_p_below_the_largest(kernels, size):
         reached = (int(ticks[size // 2]) + num_ties * each) / total
         first = [i for i in range(size) if i != size // 2]
         for top_p, more in ((reached * (1 - 1e-12), 0), (reached * (1 + 1e-12), 1)):
-            expected = sorted([size // 2, *first[: num_ties + more]])
-            assert kept_ids(kernels, logits, 1.0, 0, NONE, top_p) == expected
+            assert kept_ids(kernels, logits, 1.0, 0, NONE, top_p) == sorted([size // 2, *first[: num_ties + more]])
 
 
 @pytest.mark.parametrize("depth", [0.003, 0.25, 5.0, 9.0, 17.0])

@@ -15,9 +15,7 @@ def test_picks_are_the_largest_of_log_probs_plus_noise(is_listed: bool) -> None:
         weights = rng.dirichlet(np.full(40, 0.3)) * (rng.random(40) < 0.5)
         weights /= weights.sum()
         ids = np.flatnonzero(weights)
-        probs = Probs(dense=weights)
-        if is_listed:
-            probs = Probs(ids=ids, listed=weights[ids])
+        probs = Probs(ids=ids, listed=weights[ids]) if is_listed else Probs(dense=weights)
         order = ids[np.argsort(-(np.log(weights[ids]) + gumbel(seed, 7, ids)))]
         coins = PhiloxCoins(seed, 5, 0)
         assert coins.picks(probs, 2, 4) == order[:4].tolist()
@@ -36,5 +34,4 @@ def test_an_enumerated_order_has_its_probability() -> None:
 def test_picks_and_a_later_pick_share_their_noise() -> None:
     p, q = (Probs(dense=np.array(w)) for w in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
     direct = law_of(lambda way: (way.pick(q, 0), way.pick(p, 0)))
-    ordered = law_of(lambda way: (way.picks(q, 0, 2)[0], way.pick(p, 0)))
-    assert ordered == pytest.approx(direct, abs=1e-12)
+    assert law_of(lambda way: (way.picks(q, 0, 2)[0], way.pick(p, 0))) == pytest.approx(direct, abs=1e-12)

@@ -208,8 +208,7 @@ def test_uncapped_it_gains_in_the_first_round_and_loses_more_behind_it():
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafted tokens: 21/9 emitted, then 19/9 in each round; by block 20/9."""
     means = [mean_after(TARGET, NEAR, 2, num_rounds) for num_rounds in (1, 2, 3)]
     assert means == pytest.approx([21 / 9, 40 / 9, 59 / 9], abs=EXACT)
-    by_block = mean_tokens(block.rule, TARGET, drawn_tree((-1, 0), NEAR, "independent"))
-    assert by_block == pytest.approx(20 / 9, abs=EXACT)
+    assert mean_tokens(block.rule, TARGET, drawn_tree((-1, 0), NEAR, "independent")) == pytest.approx(20 / 9, abs=EXACT)
 
 
 @pytest.mark.parametrize("seed", range(6))

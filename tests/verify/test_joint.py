@@ -63,8 +63,7 @@ def test_several_distributions_below_one_node_are_judged_in_turn_by_kseq():
 def test_lists_and_vectors_of_other_lengths_are_exact(rule):
     """p and q may be listed by id, or one vector shorter than the other."""
     p, q = [0.1, 0.4, 0.3, 0.2], [0.5, 0.1, 0.4]
-    listed = Probs(ids=np.array([0, 2]), listed=np.array([0.4, 0.6]))
-    forms = [dense(np.array(p)), dense(np.array(q)), listed]
+    forms = [dense(np.array(p)), dense(np.array(q)), Probs(ids=np.array([0, 2]), listed=np.array([0.4, 0.6]))]
     num = 1 if rule == "block" else 2
     for target, near in itertools.product(forms, forms):
 
@@ -162,8 +161,7 @@ def test_kseq_keeps_at_least_the_share_that_is_proven():
     for seed in range(40):
         p, q = (np.random.default_rng([seed, i]).dirichlet(np.full(4, 0.7)) for i in range(2))
         num = rng.randint(2, 4)
-        rho = kseq.ratio_of(dense(p), dense(q), num)
-        accepted = 1 - (1 - np.minimum(q, p / rho).sum()) ** num
+        accepted = 1 - (1 - np.minimum(q, p / kseq.ratio_of(dense(p), dense(q), num)).sum()) ** num
         best = formulas.optimal_acceptance(p, q, num)
         assert (1 - 1 / np.e) * best <= accepted <= best + EXACT
 
@@ -216,8 +214,7 @@ def test_mutants_are_caught(mutant, rule):
 def test_m7_m8_and_m9_are_caught_in_a_traversal():
     for mutant in (m for m in MUTANTS if m.needs != "chain"):
         wrong = mutant.apply(traversal.rule)
-        kinds = ("unlike", "alike", "flat")
-        assert largest_error(wrong, (-1, -1, 0), mutant.needs, kinds) > CAUGHT, mutant.name
+        assert largest_error(wrong, (-1, -1, 0), mutant.needs, ("unlike", "alike", "flat")) > CAUGHT, mutant.name
 
 
 def test_m14_kseq_with_a_ratio_of_1(monkeypatch):

@@ -16,6 +16,7 @@ from forerun.sampling.random import PhiloxCoins
 from forerun.testing import dense, drawn_tree, enumerate_outcomes
 from forerun.types import Draft, Probs, SamplingParams
 from forerun.verify import lenience, typical
+from refusals import refusal
 from verify.cases import CHAINS, EXACT, TABLES, error_of
 
 
@@ -59,8 +60,7 @@ def test_a_correction_from_the_target_is_biased_also_without_lenience():
     said = [sum(w for w, (token, _) in ways if token == x) for x in range(3)]
     assert said == pytest.approx([0.35, 0.39, 0.26], abs=EXACT)
     assert {round(tests[0].price, 12) for _, (_, tests) in ways} == {0.15}
-    with pytest.raises(BadOption, match="correction='p'"):
-        lenience.Options(1.0, "p")
+    assert "correction='p'" in refusal(BadOption, lenience.Options, 1.0, "p")
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -86,8 +86,7 @@ def test_lenience_of_greedy_requests_compares_with_the_largest():
 
 def test_the_share_must_be_above_0():
     for share in (0, -0.1, 1.1, "nan"):
-        with pytest.raises(BadOption, match=r"lenience:l="):
-            verify.find(f"lenience:l={share}")
+        assert "lenience:l=" in refusal(BadOption, verify.find, f"lenience:l={share}")
 
 
 def test_typical_keeps_what_is_likely_enough():
@@ -105,8 +104,7 @@ def test_typical_keeps_what_is_likely_enough():
 
 def test_typical_takes_the_longest_path_and_of_several_the_likeliest():
     row = dense(np.array([0.5, 0.3, 0.2]))
-    q = Probs(point=0)
-    draft = Draft([0, 1, 2, 0, 1], [-1, -1, -1, 2, 2], [0, 5], [q] * 5)
+    draft = Draft([0, 1, 2, 0, 1], [-1, -1, -1, 2, 2], [0, 5], [Probs(point=0)] * 5)
     path, _, tests = typical.rule(draft, 0, [row] * 6, PhiloxCoins(0, 0, 0), typical.Options())
     assert path == [2, 3]
     assert [(t.node, t.accepted) for t in tests] == [(0, False), (1, False), (2, True), (4, False), (3, True)]

@@ -26,13 +26,11 @@ class Rows(list[Probs]):
 def test_a_rule_reads_the_rows_that_it_declares(name: str) -> None:
     """A rule that does not need all rows reads those of the root and of accepted nodes; one that does reads others."""
     module = verify.find(name).module
-    target = tables(3, 1)
-    near = tables(3, 2)
+    target, near = tables(3, 1), tables(3, 2)
     others = set[int]()
     for seed in range(40):
         coins = PhiloxCoins(seed, 5, 0)
-        shape = TREE if "tree" in module.SHAPES and seed % 2 else CHAIN
-        draft = drawn_tree(shape, near, "independent")(coins)
+        draft = drawn_tree(TREE if "tree" in module.SHAPES and seed % 2 else CHAIN, near, "independent")(coins)
         contexts = [(), *(tuple(draft.tokens[i] for i in draft.path(n)) for n in draft.nodes(0))]
         rows = Rows([dense(target(context)) for context in contexts])
         path, _, _ = module.rule(draft, 0, rows, coins, module.Options())
