@@ -112,8 +112,7 @@ def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
         at = torch.tensor([[len(tokens) - 1]])
         for _ in range(num):
             embedded = target.get_input_embeddings()(torch.tensor([[(tokens + found)[-1]]]))
-            both = torch.cat((embedded, row), -1)
-            made = own(inputs_embeds=both, position_ids=at, shared_kv_states=states)
+            made = own(inputs_embeds=torch.cat((embedded, row), -1), position_ids=at, shared_kv_states=states)
             row = made.last_hidden_state
             found.append(int(made.logits[0, -1, :257].argmax()))  # the tokenizer has no more ids
     return found
@@ -123,8 +122,7 @@ def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
 @pytest.mark.parametrize("kind", ["whole", "ordered"])
 def test_drafts_are_those_of_transformers(folders: dict[str, Path], kind: str, ops: str) -> None:
     guess = partial(guessed, is_ordered=kind == "ordered")
-    draft = f"assistant:path={folders[kind]}"
-    assert check_drafts(folders["target"], draft, AssistantDrafter, guess, GREEDY, ops) > 20
+    assert check_drafts(folders["target"], f"assistant:path={folders[kind]}", AssistantDrafter, guess, GREEDY, ops) > 20
 
 
 IN_GGUF = {
@@ -201,8 +199,7 @@ def test_it_is_found_beside_its_target(
             drafter = llm.engine.drafter.first
             assert isinstance(drafter, AssistantDrafter)
             assert drafter.ordered is not None
-        loaded = load_checkpoint(folders["target"], with_tokenizer=True)
-        with LLM(loaded, max_seq_len=64) as llm:
+        with LLM(load_checkpoint(folders["target"], with_tokenizer=True), max_seq_len=64) as llm:
             assert isinstance(llm.engine.drafter.first, AssistantDrafter)
         assert "assistant" not in members_of(folders["target"], draft="suffix")
         config = json.loads((folders["ordered"] / "config.json").read_text(encoding="utf-8"))
@@ -252,8 +249,7 @@ def test_an_ordered_head_is_counted_as_it_is_kept(tmp_path: Path) -> None:
         spec = f"assistant:path={tmp_path / 'own'},quantization=int8:group=16,draft_vocab={vocab}"
         (one,) = drafters.wanted(spec, opened)
         assert one.needs.weights is not None
-        whole = [shape for shape, scheme in one.needs.weights.matrices if scheme is None]
-        assert whole == [(260, 32)] * num_whole
+        assert [shape for shape, scheme in one.needs.weights.matrices if scheme is None] == [(260, 32)] * num_whole
 
 
 def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -337,13 +333,12 @@ def test_a_short_vocabulary(folders: dict[str, Path], monkeypatch: pytest.Monkey
     """Of a large one the first ids are drafted, as many as texts use; a number is taken as it is said."""
     monkeypatch.setattr(model_files, "LARGE", 100)
     monkeypatch.setattr(short_vocab, "SIZES", (64, 128, 192, 256))
-    params = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     for vocab, width in (("auto", None), ("64", 64)):
         draft = f"assistant:path={folders['whole']},draft_vocab={vocab},search=none"
         with LLM(str(folders["target"]), draft=draft, pacing="fixed", max_seq_len=128) as llm:
             seen = drafts_of(llm, AssistantDrafter)
             drafter = llm.engine.drafter.first
-            llm.generate([[5, 60, 3, 20] * 20], params)
+            llm.generate([[5, 60, 3, 20] * 20], SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True))
             assert isinstance(drafter, AssistantDrafter)
             assert any(draft for _, draft in seen)
             assert drafter.width == width or (width is None and drafter.short is not None)

@@ -193,8 +193,7 @@ def test_a_draft_is_what_the_description_says(
     name: str, target: they.Target, target_folder: Path, tmp_path: Path
 ) -> None:
     """Every row of several drafts, of the first token and of those behind, whose features are the head's own."""
-    llm = eagle_of(CASES[name], target_folder, tmp_path)
-    for _, probs, row in described(llm, CASES[name], target):
+    for _, probs, row in described(eagle_of(CASES[name], target_folder, tmp_path), CASES[name], target):
         stated = torch.zeros(NUM_VOCAB, dtype=torch.float64)
         stated[: len(probs.weights)] = torch.from_numpy(probs.weights)
         assert torch.allclose(stated, row, rtol=3e-3, atol=1e-30)  # of a probability: 0.003 of its logit
@@ -229,12 +228,11 @@ def test_texts_are_those_of_plain_decoding(ops: str, target_folder: Path, tmp_pa
     they.write(tmp_path / "medusa", {}, MEDUSA["v2"].weights, MEDUSA["v2"].file)
     specs = [*(f"eagle:path={folder}" for folder in folders), f"medusa:path={tmp_path / 'medusa'}"]
     choice = {"ops": ops} if "reference" in ops else {"ops": "native", "dtype": ops}
-    prompts = [PROMPT, [70, 71, 72]]
     for spec in specs:
         llm = llm_with(target_folder, spec, **choice)
         for params in ({"temperature": 0}, {"seed": 4}):
             asked = [SamplingParams(max_tokens=12, logprobs=1, draft=draft, **params) for draft in ("none", None)]
-            plain, drafted = (llm.generate(prompts, own) for own in asked)
+            plain, drafted = (llm.generate([PROMPT, [70, 71, 72]], own) for own in asked)
             for one, other in zip(drafted, plain, strict=True):
                 assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
             assert sum(out.report.num_drafted for out in drafted) > 6
@@ -490,9 +488,8 @@ class Runs:
 
 
 def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
-    folder = pickled(tmp_path / "old", {"a": Runs(tmp_path / "ran")})
     with pytest.raises(UnsupportedModel, match=r"pytorch_model\.bin holds more than tensors, and loading it would run"):
-        convert_head(folder, tmp_path / "new")
+        convert_head(pickled(tmp_path / "old", {"a": Runs(tmp_path / "ran")}), tmp_path / "new")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new").exists()
 
