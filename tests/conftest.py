@@ -105,9 +105,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if line is not None:
         terminalreporter.write_line(line)
     # What is not here is said, one line for each reason: tests that are left out without a word look like tests.
-    skipped = [
-        report.longrepr for report in terminalreporter.stats.get("skipped", []) if not hasattr(report, "wasxfail")
-    ]
+    skipped = [each.longrepr for each in terminalreporter.stats.get("skipped", []) if not hasattr(each, "wasxfail")]
     reasons = Counter(place[2].removeprefix("Skipped: ") for place in skipped if isinstance(place, tuple))
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"left out: {count} test{'s' * (count != 1)}, {reason}")

@@ -44,8 +44,7 @@ def random_eagle(target: Target, folder: Path, every: int = 1) -> Mapping[str, A
     decoder = Plain("llama", num_own, width, 1, 2, 1, 4, 8, 1e-5, positions, tied=True).spec
     config = eagle_model.EagleConfig(decoder, (0, _num_layers(target)))
     weights = _random({**eagle_model.input_shapes(config), **eagle_model.layer_shapes(config)}, width)
-    offsets = np.arange(num_own) * (every - 1)
-    return _saved(target, folder, "eagle", weights, config.to_json(), offsets=offsets)
+    return _saved(target, folder, "eagle", weights, config.to_json(), offsets=np.arange(num_own) * (every - 1))
 
 
 def random_head(llm: LLM, folder: Path, every: int = 3) -> str:
@@ -106,10 +105,7 @@ def random_mtp(target: Target, folder: Path) -> Mapping[str, Any]:
     outer = {"fc": (width, 2 * width), "pre_fc_norm_embedding": (width,), "pre_fc_norm_hidden": (width,),
              "norm": (width,)}  # fmt: skip
     shapes |= {f"mtp.{name}.weight": shape for name, shape in outer.items()}
-    (folder / "mtp").mkdir()
-    (folder / "mtp" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    safetensors_file.write(folder / "mtp" / "model.safetensors", _random(shapes, width), {"format": "pt"})
-    return {"path": str(folder / "mtp")}
+    return _written(folder / "mtp", raw, _random(shapes, width))
 
 
 def random_assistant(target: Target, folder: Path) -> Mapping[str, Any]:
@@ -131,10 +127,7 @@ def random_assistant(target: Target, folder: Path) -> Mapping[str, Any]:
     shapes |= {f"model.layers.{i}.layer_scalar": (1,) for i in (0, 1)}
     shapes |= {"model.embed_tokens.weight": (config.vocab_size, own), "model.norm.weight": (own,),
                "pre_projection.weight": (own, 2 * width), "post_projection.weight": (width, own)}  # fmt: skip
-    (folder / "assistant").mkdir()
-    (folder / "assistant" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    safetensors_file.write(folder / "assistant" / "model.safetensors", _random(shapes, own), {"format": "pt"})
-    return {"path": str(folder / "assistant")}
+    return _written(folder / "assistant", raw, _random(shapes, own))
 
 
 PARTS = ("weight", "bias")
@@ -143,6 +136,14 @@ PARTS = ("weight", "bias")
 def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, HostTensor]:
     drawn = {name: numbers(40 + seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
     return {name: HostTensor.of(weight / np.float32(width**0.5)) for name, weight in drawn.items()}
+
+
+def _written(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+    """Write a checkpoint as others publish it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    safetensors_file.write(folder / "model.safetensors", weights, {"format": "pt"})
+    return {"path": str(folder)}
 
 
 def _saved(

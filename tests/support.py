@@ -80,8 +80,7 @@ def on_native(spec: Spec, weights: Mapping[str, Tensor], dtype: str) -> CpuModel
 
 
 def runner_for(model: Any, backend: str = "paged", max_seq_len: int = 256) -> Runner:
-    cache = BlockCache.of(model, backend, max_batch_size=8, max_seq_len=max_seq_len)
-    return Runner(model, cache)
+    return Runner(model, BlockCache.of(model, backend, max_batch_size=8, max_seq_len=max_seq_len))
 
 
 def drafter_for(name: str, model: TorchModel | CpuModel, backend: str = "paged", **options: Any) -> Drafter:

@@ -10,6 +10,7 @@ import torch
 from forerun import blocks, host_tensor, native
 from forerun.errors import InternalError
 from forerun.host_tensor import HostTensor, address, dtype_name, empty
+from refusals import refusal
 
 needs_kernels = pytest.mark.skipif(native.isa() == "reference", reason="no native kernels here")
 LIMITS = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, 65504, 65519.996, 65520, 6e-8, 2.9e-8, 448.0]
@@ -87,8 +88,7 @@ def test_memory_of_the_extension_lives_as_long_as_a_view_of_it() -> None:
 
 
 def test_addresses_are_of_contiguous_arrays() -> None:
-    with pytest.raises(InternalError, match="back to back"):
-        address(np.zeros((4, 4))[:, 1])
+    assert "back to back" in refusal(InternalError, address, np.zeros((4, 4))[:, 1])
     assert address(None) == 0
 
 
@@ -98,8 +98,7 @@ def test_types_have_one_name() -> None:
 
 
 def test_an_array_of_another_type_is_refused() -> None:
-    with pytest.raises(InternalError, match="held as uint16"):
-        HostTensor(np.zeros(3, np.float32), "bfloat16")
+    assert "held as uint16" in refusal(InternalError, HostTensor, np.zeros(3, np.float32), "bfloat16")
 
 
 def test_every_type_that_is_held_has_a_size() -> None:

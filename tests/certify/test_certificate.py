@@ -22,6 +22,7 @@ from forerun.testing.engines import Case
 from forerun.testing.wrong import WRONG
 from forerun.theory.significance import g_test
 from forerun.types import Probs, SamplingParams
+from refusals import refusal
 from tiny import write_tiny
 
 ON_THE_PAIR = ("texts", "cells", "streams")
@@ -161,8 +162,7 @@ def test_u_is_uniform_for_every_draw_of_a_known_distribution() -> None:
 def test_impossible_tokens_are_rare_where_none_can_be() -> None:
     assert streams.transformed(Probs(point=3), 4, 0.5) == (1.0, True, 0.0)
     assert streams.transformed(Probs(point=3), 3, 0.25) == (0.25, False, 0.0)
-    law = Probs(dense=np.array([0.5, 0.5, 0.0]))
-    assert streams.transformed(law, 2, 0.5) == (1.0, True, 0.0)
+    assert streams.transformed(Probs(dense=np.array([0.5, 0.5, 0.0])), 2, 0.5) == (1.0, True, 0.0)
     u, is_rare, mass = streams.transformed(Probs(dense=np.array([1 - 1e-6, 1e-6])), 1, 0.5)
     assert is_rare
     assert mass == pytest.approx(1e-6)
@@ -194,8 +194,7 @@ def test_plain_distributions_are_the_same_however_they_are_asked_for(models: Pat
     assert len(together) == 4
     for i, law in enumerate(together):
         one.plain.logits(second, len(second))
-        alone = one.plain.next(ids[: len(first) + i], len(first), params)
-        assert listed(alone) == listed(law)
+        assert listed(one.plain.next(ids[: len(first) + i], len(first), params)) == listed(law)
 
 
 def test_the_lying_draft_is_right_until_it_is_not() -> None:
@@ -233,8 +232,7 @@ def test_a_part_that_takes_longer_tells_no_more_than_its_share() -> None:
 
 
 def test_a_check_without_samples_is_neither_passed_nor_failed() -> None:
-    empty = Check("one", "pair", "", "", ran=False)
-    assert empty.passed is None
+    assert Check("one", "pair", "", "", ran=False).passed is None
     assert not Certificate(Plan(), {"target": "t", "draft": "d"}).passed, "nothing was tested"
 
 
@@ -246,13 +244,11 @@ def test_plans_that_cannot_be() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"mutant": "m20"}, "there is no mutant 'm20'"),
     ):
-        with pytest.raises(BadOption, match=message):
-            Plan(**options)
+        assert message in refusal(BadOption, Plan, **options)
 
 
 def test_plain_decoding_needs_no_certificate(models: Path) -> None:
-    with pytest.raises(BadOption, match="draft='none' is plain decoding"):
-        certify(config(models, draft="none"), Plan(SHORT))
+    assert "draft='none' is plain decoding" in refusal(BadOption, found, models, Plan(SHORT), draft="none")
 
 
 # ------------------------------------------------------------------------------------------------------ at full size
@@ -276,6 +272,5 @@ def test_every_wrong_version_fails_with_the_whole_certificate(models: Path, name
 
 
 def test_errors_of_loading_are_raised(models: Path) -> None:
-    with pytest.raises(ForerunError, match="there is no folder"):
-        certify(dataclasses.replace(config(models), target="./nowhere"), Plan(SHORT))
+    assert "there is no folder" in refusal(ForerunError, found, models, Plan(SHORT), target="./nowhere")
     assert len(NOT_PROVEN) > 3

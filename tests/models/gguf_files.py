@@ -153,7 +153,8 @@ def write_model(
     """
     arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
+    own = {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in {**usual(config, arch), **byte_vocabulary(), **own}.items():
         add_key(writer, key, value)
     kept = {}
     names = names_of(config) if arch != "gpt-oss" else None
@@ -164,7 +165,6 @@ def write_model(
     for name in [name for name in stored if STACKED.fullmatch(name)]:
         stored |= {f"{name}.{i}": part for i, part in enumerate(stored.pop(name))}
     attention = next((block.attention for block in config.blocks if block.attention is not None), None)
-    assert attention is not None
     for name in [name for name in stored if name.endswith("in_proj_qkvz.weight")]:
         # As the converter parts them, which our reader does not need to know.
         parts = (name.replace("qkvz", part) for part in ("qkv", "z"))
@@ -194,8 +194,7 @@ def write_model(
             scaled = name.replace("router.scale", "router.proj").replace("router.per_expert_scale", "experts.down_proj")
             writer.add_tensor(f"{theirs.get_name(scaled)}.scale", data)
         elif name.endswith(("in_proj_qkv.weight", "in_proj_z.weight")):
-            part = name.removesuffix(".weight").rpartition("_")[2]
-            module = {"qkv": "attn_qkv", "z": "attn_gate"}[part]
+            module = "attn_qkv" if name.endswith("qkv.weight") else "attn_gate"
             writer.add_tensor(f"blk.{name.split('.')[2]}.{module}.weight", data, raw_dtype=Type[kind])
         elif name.endswith("dt_bias"):
             writer.add_tensor(theirs.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), data)
@@ -263,8 +262,6 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
     norm = spec.final_norm
     experts = next((b.experts for b in spec.blocks if b.experts is not None), None)
     mlp = next((block.mlp for block in spec.blocks if block.mlp is not None), experts and experts.mlp)
-    assert mlp is not None
-    assert norm is not None
     own = {
         "block_count": spec.num_layers,
         "context_length": spec.max_positions,
@@ -275,7 +272,6 @@ def usual(spec: Spec, arch: str) -> dict[str, Any]:
     }
     if a.rope is not None:
         full = next((x.rope for x in found if x.window is None), a.rope)
-        assert full is not None
         own |= {
             "attention.head_count_kv": a.kv_heads,
             "attention.key_length": a.head_dim,
@@ -345,8 +341,6 @@ def _by_layer(spec: Spec) -> dict[str, Any]:
     full = next(a for a in found if a.window is None)
     local = next(a for a in found if a.window is not None)
     sizes = [block.mlp.size for block in spec.blocks if block.mlp is not None]
-    assert full.rope is not None
-    assert local.rope is not None
     own: dict[str, Any] = {
         "attention.head_count_kv": [a.kv_heads for a in found],
         "attention.sliding_window_pattern": [a.window is not None for a in found],
@@ -401,7 +395,3 @@ def split(whole: Path, most_tensors: int) -> list[Path]:
 def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a file without tensors, of which llama.cpp reads the tokenizer with vocab_only."""
     write_tensors(path, {}, {"llama.block_count": 1, "llama.context_length": 64, **metadata}, "llama")
-
-
-def _dotted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.replace("__", "."): value for key, value in metadata.items()}

@@ -103,16 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, *_: object) -> None:
         pass
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         path = urlsplit(self.path).path
         blob = self.hub.blobs.get(path.removeprefix("/cdn/")) if path.startswith("/cdn/") else None
         file, listing = FILE.fullmatch(path), LISTING.fullmatch(path)
@@ -130,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send_from_repo(listing, file, token)
         return None
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _send_from_repo(self, listing: re.Match[str] | None, file: re.Match[str] | None, token: str | None) -> None:
         asked = listing or file

@@ -404,11 +404,9 @@ def test_a_side_has_its_usual_values() -> None:
     """As transformers fills in what config.json leaves out."""
     least = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}
     found = read_config({"model_type": "t5gemma", "vocab_size": 97, "encoder": least, "decoder": least})
-    assert found.encoder is not None
     both = [[a.window for b in own.blocks if (a := b.attention) is not None] for own in (found, found.encoder)]
     assert both == [[4096, None, None, None, 4096, None], [4097, None, 4097]]
     first = found.blocks[0].attention
-    assert first is not None
     assert (first.kv_heads, first.head_dim, first.scale, first.softcap, found.logit_softcap) == (4, 256, 1 / 16, 50, 30)
     assert found.tied
 

@@ -80,7 +80,6 @@ def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = ReferenceOps) -> R
 
 def reading(runner: Runner, sources: Mapping[int, list[int]]) -> Runner:
     """The same runner, which has read a source for each of these slots."""
-    assert runner.sources is not None
     for slot, source in sources.items():
         runner.cache.open(slot)
         runner.sources.open(slot, source, None)

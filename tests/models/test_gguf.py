@@ -146,11 +146,9 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
         assert rows.scales.shape == groups
         assert rows.scales.dtype == ("int8" if scheme.super_group else numbers)
         offsets = rows.zeros if scheme.offset == "zero" else rows.minimums
-        assert offsets is not None
         assert offsets.shape == groups
         assert offsets.dtype == ("uint8" if scheme.offset == "zero" or scheme.super_group else numbers)
         if scheme.super_group:
-            assert rows.super_scales is not None
             assert (rows.super_scales.dtype, rows.super_scales.shape) == (numbers, (258, 2))
 
 
@@ -212,9 +210,7 @@ def test_a_matrix_that_no_group_divides_is_not_rounded_again() -> None:
 
 def test_only_large_draft_models_are_rounded_where_nothing_is_said() -> None:
     def of(num_rows: int, dtype: str, scheme: Scheme | None = None) -> str | None:
-        return usual_rounding(
-            {"w": Stored(Path("f"), (num_rows, 1024), dtype, scheme)}, lambda scheme: scheme.bits == 4
-        )
+        return usual_rounding({"w": Stored(Path("f"), (num_rows, 1024), dtype, scheme)}, lambda own: own.bits == 4)
 
     assert of(1 << 17, "bfloat16") == "int4:group=32:again"
     assert of(1 << 17, "float32", scheme_of(8, 32)) == "int4:group=32:again"
@@ -255,9 +251,7 @@ def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path
 MODELS: dict[str, Spec] = {
     "llama": resized(CONFIG, rope=LLAMA3),
     "llama-tied": resized(CONFIG, tied=True, head_dim=16, num_kv_heads=6),
-    "llama-linear-biases": resized(
-        CONFIG, rope=Rope(10000.0, "linear", 4.0), qkv_bias=True, o_bias=True, mlp_bias=True
-    ),
+    "llama-linear-biases": resized(CONFIG, rope=Rope(1e4, "linear", 4.0), qkv_bias=True, o_bias=True, mlp_bias=True),
     "mistral": resized(CONFIG, model_type="mistral", windows=(6, 6), head_dim=16),
     "qwen2": resized(CONFIG, model_type="qwen2", qkv_bias=True, head_dim=16, tied=True),
     "qwen3": resized(CONFIG, model_type="qwen3", qk_norm=True, head_dim=16, rope=Rope(1e6)),
@@ -409,7 +403,6 @@ def test_a_file_of_mistral_small_has_neither_yarn_nor_growth(tmp_path: Path) -> 
     config = read_config({**RAW["ministral3"], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert read_config(open_source(write_random(tmp_path / "a.gguf", config)).config) == config
     first = config.blocks[0].attention
-    assert first is not None
     assert (first.position_scale, first.rope) == (None, Rope(1e4))
 
 
@@ -536,7 +529,6 @@ def test_the_real_model_says_what_transformers_says() -> None:
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         heads = {"attn_q": 9, "attn_k": 3}.get(tensor.name.split(".")[-2], 0)
         known = GGUF.names.ours(tensor.name)
-        assert known is not None
         found[known[0][0]] = torch.from_numpy((turned_back(numbers, heads) if heads else numbers).copy())
     raw = dict(open_source(path).config)
     found["lm_head.weight"] = found["model.embed_tokens.weight"]
@@ -583,7 +575,6 @@ def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> No
     types = [*vocabulary["tokenizer.ggml.token_type"], 5, 5]
     more = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": types}
     checkpoint = load_checkpoint(write_random(tmp_path / "a.gguf", config, **more), with_tokenizer=True)
-    assert checkpoint.tokenizer is not None
     assert checkpoint.tokenizer.num_ids == 258
     assert checkpoint.name == "a.gguf"
     (out,) = LLM(checkpoint, draft="none").generate([[7]], SamplingParams(max_tokens=64, temperature=50.0, seed=1))

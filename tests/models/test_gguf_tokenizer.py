@@ -219,9 +219,8 @@ def test_an_end_text_beside_others_may_end_one_message_only(tmp_path: Path) -> N
 
     def ends(*texts: str) -> set[str]:
         more = {"tokens": [*tokens, *texts], "token_type": [*metadata[KEY + "token_type"], *[3] * len(texts)]}
-        folder = folder_of(
-            tmp_path / f"{len(texts)}.gguf", metadata | {KEY + key: value for key, value in more.items()}
-        )
+        changed = metadata | {KEY + key: value for key, value in more.items()}
+        folder = folder_of(tmp_path / f"{len(texts)}.gguf", changed)
         return {more["tokens"][i] for i in end_ids_of(SmallFiles(folder), {})}
 
     assert ends("<|end|>", "<|return|>") == {"<|endoftext|>", "<|im_end|>", "<|end|>", "<|return|>"}

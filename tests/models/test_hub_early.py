@@ -127,8 +127,7 @@ def test_a_branch_that_moves_gives_the_weights_of_the_small_files(
     with started(client, MOVES, str(tmp_path)) as run:
         assert run.stdout.readline() == "small files are read\n"
         hub.publish("org/target", moved)
-        run.stdin.write("\n")
-        run.stdin.flush()
+        print(file=run.stdin, flush=True)
         assert run.stdout.readline().split() == [commit, commit, "<|end|>"]
         assert run.stdout.readline() == "True\n"
 
@@ -151,8 +150,7 @@ def test_a_look_that_failed_is_not_remembered(hub: HubServer, client: Client, ti
     with started(client, LATE) as run:
         assert "there is no model org/late" in run.stdout.readline()
         commit = hub.publish("org/late", tiny)
-        run.stdin.write("\n")
-        run.stdin.flush()
+        print(file=run.stdin, flush=True)
         assert commit in run.stdout.readline()
 
 

@@ -25,9 +25,8 @@ from saved import save_checkpoint
 
 SOURCE = Path(__file__).parents[2] / "src"
 MAX_RATIO = 1.10
-MAX_ROUNDED_RATIO = (
-    1.25  # of quantised weights; the peak counts pages of mapped files, too, which the system could drop
-)
+# Of quantised weights; the peak counts pages of mapped files, too, which the system could drop.
+MAX_ROUNDED_RATIO = 1.25
 SLACK_BYTES = 12 << 20  # what no size of the model changes: pages of the allocator, code that is run for the first time
 OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
 
@@ -131,10 +130,7 @@ def random_checkpoint(folder: Path, sizes: dict[str, int], *, tied: bool, shard_
     return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name.startswith("tied") else pytest.param(name, marks=pytest.mark.parity) for name in LAYOUTS],
-)
+@pytest.fixture(scope="module", params=also_long([*LAYOUTS], "the head too"))
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

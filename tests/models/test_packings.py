@@ -330,23 +330,15 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
             assert torch.equal(weights[name], expected), name
 
 
-@pytest.mark.parametrize(
-    ("part", "tensor", "why"),
-    [
-        ("weight_scale_inv", None, "it has no scales, or is no matrix"),
-        ("weight_scale_inv", torch.ones(3, 3), r"its scales have shape \[3, 3\], which fits no matrix of \[32, 64\]"),
-        ("weight_scale_inv", torch.ones(1, 4, dtype=torch.int32), "its scales have type I32"),
-        ("weight_scale_inv", torch.full((1, 4), torch.nan), "scales that are no finite numbers"),
-        ("weight", torch.ones(32, 64, 1).to(torch.float8_e4m3fn), "it has no scales, or is no matrix"),
-        ("weight", torch.full((32, 64), torch.nan).to(torch.float8_e4m3fn), "NaN"),
-        ("weight", torch.ones(32, 64).to(torch.float8_e5m2), "has type F8_E5M2"),
-    ],
-)
-def test_a_broken_fp8_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
-    write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 16]}, fp8((32, 16)))
-    change(tmp_path, f"model.layers.0.self_attn.k_proj.{part}", tensor)
-    with pytest.raises(UnsupportedModel, match=why):
-        load_checkpoint(tmp_path)
+BROKEN_FP8 = [
+    ("weight_scale_inv", None, "it has no scales, or is no matrix"),
+    ("weight_scale_inv", torch.ones(3, 3), r"its scales have shape \[3, 3\], which fits no matrix of \[32, 64\]"),
+    ("weight_scale_inv", torch.ones(1, 4, dtype=torch.int32), "its scales have type I32"),
+    ("weight_scale_inv", torch.full((1, 4), torch.nan), "scales that are no finite numbers"),
+    ("weight", torch.ones(32, 64, 1).to(torch.float8_e4m3fn), "it has no scales, or is no matrix"),
+    ("weight", torch.full((32, 64), torch.nan).to(torch.float8_e4m3fn), "NaN"),
+    ("weight", torch.ones(32, 64).to(torch.float8_e5m2), "has type F8_E5M2"),
+]
 
 
 # ------------------------------------------------------------------------------------------------------------ MXFP4
@@ -489,21 +481,22 @@ def test_what_is_not_read_is_named(config: dict[str, Any], said: str) -> None:
         read_config(RAW | {"quantization_config": config})
 
 
-@pytest.mark.parametrize(
-    ("part", "tensor", "why"),
-    [
-        ("scales", None, "beside g_idx, qweight, .* a part is missing"),
-        ("qzeros", None, "beside g_idx, qweight, .* a part is missing"),
-        ("scales", torch.ones(2, 31).half(), r"its scales has shape \[2, 31\] where \[2, 32\] fits"),
-        ("scales", torch.ones(0, 32).half(), "its qzeros has shape"),
-        ("scales", torch.ones(2, 32, dtype=torch.int8), "its scales have type I8"),
-        ("qzeros", torch.zeros(2, 5, dtype=torch.int32), r"its qzeros has shape \[2, 5\] where \[2, 4\] fits"),
-        ("qweight", torch.zeros(8, dtype=torch.int32), "a part is missing, or has another shape|not enough"),
-        ("scales", torch.full((2, 32), torch.inf).half(), "scales that are no finite numbers"),
-    ],
-)
-def test_a_broken_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
-    write(tmp_path, GPTQ, gptq(4, 32, True))
+BROKEN_GPTQ = [
+    ("scales", None, "beside g_idx, qweight, .* a part is missing"),
+    ("qzeros", None, "beside g_idx, qweight, .* a part is missing"),
+    ("scales", torch.ones(2, 31).half(), r"its scales has shape \[2, 31\] where \[2, 32\] fits"),
+    ("scales", torch.ones(0, 32).half(), "its qzeros has shape"),
+    ("scales", torch.ones(2, 32, dtype=torch.int8), "its scales have type I8"),
+    ("qzeros", torch.zeros(2, 5, dtype=torch.int32), r"its qzeros has shape \[2, 5\] where \[2, 4\] fits"),
+    ("qweight", torch.zeros(8, dtype=torch.int32), "a part is missing, or has another shape|not enough"),
+    ("scales", torch.full((2, 32), torch.inf).half(), "scales that are no finite numbers"),
+]
+BROKEN = [(FP8["blocks"], *case) for case in BROKEN_FP8] + [((GPTQ, gptq(4, 32, True)), *case) for case in BROKEN_GPTQ]
+
+
+@pytest.mark.parametrize(("how", "part", "tensor", "why"), BROKEN)
+def test_a_broken_file_is_refused(tmp_path: Path, how: Any, part: str, tensor: Tensor | None, why: str) -> None:
+    write(tmp_path, *how)
     change(tmp_path, f"model.layers.0.self_attn.k_proj.{part}", tensor)
     with pytest.raises(UnsupportedModel, match=why):
         load_checkpoint(tmp_path)

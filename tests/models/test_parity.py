@@ -25,6 +25,7 @@ from support import needs_native, runner_for
 Raw = dict[str, Any]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+NATIVE = pytest.param("native", marks=needs_native)
 QWEN_KINDS = ["full_attention", "sliding_attention"]
 
 # model_type, keys of the architecture, rope type and its numbers
@@ -440,7 +441,7 @@ def test_drafts_for_layers_of_several_kinds_change_nothing(write_checkpoint: Any
         assert texts[1:] == texts[:1] * 4
 
 
-@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("ops", ["reference", NATIVE])
 def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: str) -> None:
     """Of gpt-oss, whose gates are bounded at 7: here they are some ten times as large."""
     weights = weights_of(WHOLE["gpt_oss"])
@@ -450,7 +451,7 @@ def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: 
     assert_close(logits_of(model, tokens), Pair(folder).expect(tokens))
 
 
-@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("ops", ["reference", NATIVE])
 def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
     """The long one where a text may be longer than those of training, as transformers has it for such a text."""
     folder = write_checkpoint(WHOLE["phi3-long"] | {"original_max_position_embeddings": 16})
@@ -468,9 +469,7 @@ def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, o
         LLM(str(folder), **options).generate([tokens_of(20, 4)], params)
 
 
-@pytest.mark.parametrize(
-    "ops", [pytest.param("reference", marks=pytest.mark.parity), pytest.param("native", marks=needs_native)]
-)
+@pytest.mark.parametrize("ops", [pytest.param("reference", marks=pytest.mark.parity), NATIVE])
 @pytest.mark.parametrize("case", WHOLE)
 def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str, ops: str) -> None:
     """Of 20 prompts, in float32; where two texts part, the oracle says that both tokens are as likely.

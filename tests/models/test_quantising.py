@@ -56,7 +56,6 @@ def test_eight_bits_are_off_by_half_a_step_at_most() -> None:
     assert (np.abs(found.dequantise() - rows) <= found.scales.float32().repeat(32, 1) * 1.001).all()
     assert not found.dequantise()[3, 32:64].any()
     assert np.abs(found.dequantise()[4, 32:] - rows[4, 32:]).max() < 0.02
-    assert found.zeros is not None
     assert (found.zeros == 128).all()
 
 
@@ -67,7 +66,6 @@ def test_four_bits_use_their_range() -> None:
     rows[2] = -np.abs(rows[2])
     rows[3, 32:64] = 0
     found = quantise(rows, scheme_of(4, 32))
-    assert found.zeros is not None
     assert (found.zeros[1] == 0).all()
     assert (found.zeros[2] == 15).all()
     assert not found.dequantise()[3, 32:64].any()
@@ -277,15 +275,14 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_folder_says_what_it_holds(tmp_path: Path) -> None:
     """config.json has the settings that other engines read; the small files are copied."""
-    assert (
-        command("quantize", write_tiny(tmp_path / "tiny"), tmp_path / "saved", "--quantization", "int8:group=16") == 0
-    )
-    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    saved = tmp_path / "saved"
+    assert command("quantize", write_tiny(tmp_path / "tiny"), saved, "--quantization", "int8:group=16") == 0
+    said = json.loads((saved / "config.json").read_text())["quantization_config"]
     assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
     weights = [group["weights"] for group in said["config_groups"].values()]
     assert [(w["num_bits"], w["group_size"], w["symmetric"]) for w in weights] == [(8, 16, True)]
-    assert (tmp_path / "saved" / "tokenizer.json").exists()
-    llm = LLM(str(tmp_path / "saved"), draft="none")
+    assert (saved / "tokenizer.json").exists()
+    llm = LLM(str(saved), draft="none")
     assert len(llm.generate(["ab"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 

@@ -13,6 +13,7 @@ from forerun import LLM, SamplingParams
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models import source
 from forerun.models.source import open_source
+from refusals import refusal
 from tiny import write_tiny
 
 FORMAT = """
@@ -85,17 +86,14 @@ def test_a_format_is_one_file(tmp_path: Path, ops: str) -> None:
     first, second = ([out.token_ids for out in llm.generate(["abc"], params)] for llm in made)
     assert first == second
     assert made[1].checkpoint.name == "tiny.archive"
-    assert {name: stored.dtype for name, stored in open_source(archive).tensors.items()} == dict.fromkeys(
-        weights, "float32"
-    )
+    found = {name: stored.dtype for name, stored in open_source(archive).tensors.items()}
+    assert found == dict.fromkeys(weights, "float32")
 
 
 def test_a_path_that_no_format_recognises(tmp_path: Path) -> None:
     (tmp_path / "tiny.archive").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"tiny\.archive is a file that holds no model"):
-        open_source(tmp_path / "tiny.archive")
-    with pytest.raises(NotFound, match=r"there is no config\.json in"):
-        open_source(tmp_path)
+    assert "tiny.archive is a file that holds no model" in refusal(NotFound, open_source, tmp_path / "tiny.archive")
+    assert "there is no config.json in" in refusal(NotFound, open_source, tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(UnsupportedModel, match=r"only: name one such file, as .*model\.gguf"):
         open_source(tmp_path)

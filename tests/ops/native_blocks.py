@@ -282,25 +282,21 @@ class Native:
         at = [{name: tensor.data_ptr() for name, tensor in group.items()} for group in self._addressed]
         self.model = ops.extension.make_model(ops.backend, spec, dtype == torch.bfloat16, handles, *at)
         shapes = [(b.attention.kv_heads, b.attention.head_dim) if b.attention else (0, 0) for b in spec.blocks]
-        self.pools = [
-            torch.full((2, num_slots * NUM_POSITIONS, heads * dim), NAN, dtype=dtype) for heads, dim in shapes
-        ]
+        num_rows = num_slots * NUM_POSITIONS
+        self.pools = [torch.full((2, num_rows, heads * dim), NAN, dtype=dtype) for heads, dim in shapes]
         keys, values = ([pool[i].data_ptr() for pool in self.pools] for i in (0, 1))
         sizes = [(heads * dim * dtype.itemsize,) * 2 for heads, dim in shapes]
-        num_rows = [num_slots * NUM_POSITIONS]
-        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype_name(dtype)))
+        self.native_pools = ops.extension.Pools(keys, values, 1, sizes, [num_rows], type_number(dtype_name(dtype)))
         recurrences = {i: block.recurrence for i, block in enumerate(spec.blocks) if block.recurrence is not None}
-        self.state_pools = {i: _state_pool(r, spec, num_rows[0], dtype) for i, r in recurrences.items()}
+        self.state_pools = {i: _state_pool(r, spec, num_rows, dtype) for i, r in recurrences.items()}
         of = self.state_pools.items()
         places = [(i, [part.data_ptr() for part in pool], [part[0].nbytes for part in pool]) for i, pool in of]
-        self.native_pools.keep_states(1, num_rows[0], places)
-        order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
+        self.native_pools.keep_states(1, num_rows, places)
+        order = torch.randperm(num_rows, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
         self.tables = []
         for i in self.model.rotations:
             a = spec.blocks[i].attention
-            assert a is not None
-            assert a.rope is not None
             self.tables.append(Table.of(a.rope, a.head_dim))
 
     def numbers(
@@ -324,11 +320,10 @@ class Native:
         **given: Any,
     ) -> Tensor:
         """Rows [T, H + V] of one pass: hidden states behind the final norm, and logits."""
-        positions = [
-            cached[slot] + depth for slot, run in runs.items() for depth in depths(run, (trees or {}).get(slot))
-        ]
+        trees = trees or {}
+        positions = [cached[slot] + depth for slot, run in runs.items() for depth in depths(run, trees.get(slot))]
         tokens = [token for run in runs.values() for token in run]
-        numbers = self.numbers(cached, {slot: len(run) for slot, run in runs.items()}, trees or {})
+        numbers = self.numbers(cached, {slot: len(run) for slot, run in runs.items()}, trees)
         hidden = torch.empty(len(tokens), self.spec.hidden_size)
         layers = given.get("layers", list(range(self.spec.num_layers)))
         parts = [given.get(name, usual) for name, usual in (("input", 0), ("taps", []), ("is_normed", True))]
@@ -416,14 +411,13 @@ class Reference:
                 z = self.norm(x, block.pre_experts, f"{at}pre_feedforward_layernorm_2")
                 z = self.experts(z, block.experts, at + "mlp.", x)
                 y = y + self.norm(z, block.post_experts, f"{at}post_feedforward_layernorm_2")
-                x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
             elif block.mlp is not None:
                 y = self.norm(before if block.parallel else x, block.pre_mlp, at + blocks.pre_mlp_name(block))
                 y = self.mlp(y, block.mlp, at + "mlp.")
-                x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
             elif block.experts is not None:
                 y = self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block))
                 y = self.experts(y, block.experts, at + "mlp.")
+            if block.mlp is not None or block.experts is not None:
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
             if inputs is not None and (own := block.per_layer_input) is not None:
                 gate = torch.nn.functional.gelu(self.product(x, f"{at}per_layer_input_gate"), approximate="tanh")

@@ -16,6 +16,7 @@ from forerun.blocks import Act
 from forerun.errors import InternalError
 from forerun.ops.reference import ACTIVATIONS, ReferenceOps
 from ops.native_cases import BFLOAT16, FLOAT32, INF, NAN, TINY, close, needs_native, normal, ops_of, same_bits, seeded
+from refusals import refusal
 
 pytestmark = needs_native
 
@@ -227,10 +228,8 @@ def test_large_matrices_are_packed_by_threads_and_give_their_source_back(isa: st
 
 def test_what_cannot_be_packed_or_multiplied_is_refused(isa: str) -> None:
     ops = ops_of(isa)
-    with pytest.raises(InternalError, match="float64"):
-        ops.pack(torch.ones(2, 2, dtype=torch.float64))
-    with pytest.raises(InternalError, match="packed together"):
-        ops.pack([torch.ones(2, 2), torch.ones(2, 3)])
+    assert "float64" in refusal(InternalError, ops.pack, torch.ones(2, 2, dtype=torch.float64))
+    assert "packed together" in refusal(InternalError, ops.pack, [torch.ones(2, 2), torch.ones(2, 3)])
     with pytest.raises(InternalError, match="no product by themselves"):
         ops.linear(torch.ones(1, 2), ops.pack([torch.ones(2, 2), torch.ones(2, 2)], paired=True))
     with pytest.raises(InternalError, match=r"\(1, 3\) do not fit a width of 2"):
@@ -291,13 +290,11 @@ def test_activations_by_themselves_and_as_gates(isa: str, act: Act, width: int) 
     gate = normal(1, 9, width) * 8
     up = normal(2, 9, width) * 8
     ops = ops_of(isa)
+    alone = gate.double().clamp(max=7) if act == "clamped_silu" else gate.double()
     one = torch.full_like(gate, 0 if act == "clamped_silu" else 1)  # which adds 1 to what it is multiplied by
     for found, expected in (
         (ops.gated(act, gate, up), ReferenceOps().gated(act, gate.double(), up.double())),
-        (
-            ops.gated(act, gate, one),
-            ACTIVATIONS[act](gate.double().clamp(max=7) if act == "clamped_silu" else gate.double()),
-        ),
+        (ops.gated(act, gate, one), ACTIVATIONS[act](alone)),
     ):
         assert close(found, expected, 1e-6 * expected.abs() + 2e-6)
 
@@ -344,8 +341,7 @@ def test_torch_is_kept_to_one_thread_beside_native_operators(isa: str) -> None:
     try:
         with ReferenceOps().alone():
             assert torch.get_num_threads() == 3
-        with pytest.raises(RuntimeError, match="a step failed"):
-            fail()
+        assert "a step failed" in refusal(RuntimeError, fail)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -185,10 +185,8 @@ def test_experts_that_are_not_packed_alike_are_multiplied_all_the_same(operators
         name = f"model.layers.0.mlp.experts.{name}.weight"
         weights[name] = _rounded(weights[name].float(), bits)
     own: Any = cuda.load(spec, {n: w.to(DEVICE) if isinstance(w, Tensor) else w for n, w in weights.items()}, operators)
-    stand_for = {
-        n: w.float() if isinstance(w, Tensor) else tensor_of(dequantised(w, "float32")) for n, w in weights.items()
-    }
-    exact: Any = TorchModel(spec, {n: w.to(DEVICE) for n, w in stand_for.items()})
+    wide = {n: w.float() if isinstance(w, Tensor) else tensor_of(dequantised(w, "float32")) for n, w in weights.items()}
+    exact: Any = TorchModel(spec, {n: w.to(DEVICE) for n, w in wide.items()})
     y, stream = rows_of(5, 64, torch.bfloat16)
     found = own.blocks[0].experts.run(operators, y, stream)[0]
     expected = exact.blocks[0].experts.run(ReferenceOps(), y.float(), stream)[0]

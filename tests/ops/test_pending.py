@@ -22,6 +22,7 @@ from forerun.ops.rotary import Rotations
 from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch, ancestor_words
 from ops.native_cases import ISAS, Same, every_ops, make_config, make_decoder, path_to, random_weights, read, tokens_of
+from refusals import refusal
 from tensors import load_model
 
 NEIGHBOUR = 7  # a slot
@@ -182,10 +183,8 @@ def test_what_cannot_be_pending() -> None:
     cache.reserve(0, 16)
     cache.hold(0, [-1, 0])
     for parents in ([2], [0, 4], [-2]):
-        with pytest.raises(InternalError, match="a parent comes first"):
-            cache.hold(0, parents)
-    with pytest.raises(InternalError, match="reserve them first"):
-        cache.hold(0, range(1, 16))
+        assert "a parent comes first" in refusal(InternalError, cache.hold, 0, parents)
+    assert "reserve them first" in refusal(InternalError, cache.hold, 0, range(1, 16))
     assert list(cache.pending(0)) == [-1, 0]
 
 
@@ -198,8 +197,7 @@ def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     bench.cache.keep({0: [0, 1]})
     assert bench.runner.run_ahead([Run(0, [3])], [4]) == expected
     bench.rows(Run(0, [1, 2], parents=[-1, -1], pending=True))
-    with pytest.raises(InternalError, match="pending tree"):
-        bench.runner.run_ahead([Run(0, [3])], [4])
+    assert "pending tree" in refusal(InternalError, bench.runner.run_ahead, [Run(0, [3])], [4])
 
 
 @every_ops

@@ -99,8 +99,6 @@ def test_native_passes_and_torch_read_the_same_table() -> None:
     weights = {n: torch.from_numpy(numbers(i, *s)) for i, (n, s) in enumerate(weight_shapes(spec).items())}
     native, plain = load_model(spec, weights, TensorOps()), load_model(spec, weights, ReferenceOps())
     attention = spec.blocks[0].attention
-    assert attention is not None
-    assert attention.rope is not None
     wanted = rotations(inverse_frequencies(attention.rope, attention.head_dim), 1.0, range(768))
     for end in (1, 257, 700):
         tables = [native._rotations[0].table(end), *(rotation.table(end) for rotation in plain._rotations.values())]

@@ -27,11 +27,13 @@ from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import DTYPES, Checkpoint, load_checkpoint
 from forerun.models.named import DATA
 from forerun.models.runner import Run, Runner, Scores
+from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from forerun.sampling import probs
 from forerun.sampling.largest import Rows
 from forerun.sampling.random import gumbel
 from forerun.text.tokenizer import Tokenizer
+from models.gguf_vocabularies import smollm2
 from parity.covering import Group, Setting
 
 PLAIN = Setting("none", 1, 0, 512, "contiguous")
@@ -48,11 +50,17 @@ MAX_SEQ_LEN = 1024
 
 
 @cache
-def held_out(tokenizer_folder: Path = SHIPPED_TARGET) -> list[list[int]]:
-    """The shipped held-out texts as ids."""
-    tokenizer = Tokenizer.load(tokenizer_folder)
+def held_out_texts(most: int | None = None) -> list[str]:
+    """The first of the shipped held-out texts; None = all of them."""
     lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tokenizer.encode(json.loads(line)["text"]) for line in lines]
+    return [json.loads(line)["text"] for line in lines[:most]]
+
+
+@cache
+def held_out(tokenizer_folder: Path = SHIPPED_TARGET) -> list[list[int]]:
+    """The same as ids."""
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    return [tokenizer.encode(text) for text in held_out_texts()]
 
 
 def cut_prompts(num: int, seed: int, longest: int = 640, tokenizer_folder: Path = SHIPPED_TARGET) -> list[list[int]]:
@@ -85,6 +93,15 @@ class Models:
 
     target: Checkpoint
     draft: Checkpoint
+
+    @classmethod
+    def smollm2(cls, *, packed_target: bool) -> Models:
+        """The model as its file has it, and in bfloat16; each is the other's draft model."""
+        dense = CpuOps()
+        dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
+        load = partial(load_checkpoint, smollm2() or Path(), dtype="bfloat16", with_tokenizer=True)
+        target, draft = (CpuOps(), dense) if packed_target else (dense, CpuOps())
+        return cls(load(ops=target), load(ops=draft))
 
     @classmethod
     def shipped(cls, weights: str, ops: ReferenceOps) -> Models:

@@ -83,8 +83,7 @@ class _Drawn:
         best = max(candidates, key=lambda levels: self._gain(pairs_of(levels), size))
         self.pairs.update(dict.fromkeys(pairs_of(best), size))
         values = {name: self._value(name, levels, best) for name, levels in best.items()}
-        setting = Setting(**values)
-        return Group(setting, tuple(self._rule(best) for _ in range(size)))
+        return Group(Setting(**values), tuple(self._rule(best) for _ in range(size)))
 
     def _rule(self, levels: Mapping[str, int]) -> str:
         """The rule that meets these levels least often so far."""
@@ -98,8 +97,7 @@ class _Drawn:
     def _value(self, name: str, level: int, levels: Mapping[str, int]) -> Any:
         """The value of a level that met the other levels least often."""
         keys = [(name, other, i) for other, i in levels.items() if other != name]
-        values = LEVELS[name][level]
-        best = max(values, key=lambda value: sum(4.0 ** -self.values[key, value] for key in keys))
+        best = max(LEVELS[name][level], key=lambda value: sum(4.0 ** -self.values[key, value] for key in keys))
         self.values.update((key, best) for key in keys)
         return best
 

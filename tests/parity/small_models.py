@@ -133,9 +133,8 @@ def write_gguf(path: Path) -> Path:
     """Write a llama as a GGUF file, each of whose matrices is of another type of 2 to 8 bits."""
     from models.gguf_files import MIXED, write_model
 
-    spec = read_config(
-        {**RAW["mistral"], "vocab_size": 258, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    )
+    sizes = {"vocab_size": 258, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    spec = read_config(RAW["mistral"] | sizes)
     more = {"q_proj": "Q6_K", "k_proj": "Q5_K", "v_proj": "Q8_0", "o_proj": "Q4_K", "up_proj": "Q5_1"}
     weights = {name: torch.from_numpy(weight) for name, weight in weights_of(spec, "mistral").items()}
 
@@ -156,8 +155,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, tuple[str, np.ndarray[Any, 
     """Write safetensors by hand: numpy knows no floats of 8 bits."""
     header, data = dict[str, Any](), b""
     for name, (kind, array) in tensors.items():
-        end = len(data) + array.nbytes
-        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [len(data), end]}
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [len(data), len(data) + array.nbytes]}
         data += array.tobytes()
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)

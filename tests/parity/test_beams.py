@@ -31,6 +31,5 @@ def test_smollm2_finds_the_same_with_any_draft_beside_other_requests() -> None:
     plain, alone = said(llm.generate(prompts, search(draft="none"))), said(llm.generate(prompts[:2], others))
     for draft, wide, levels in (("self", 4, 2), ("self", 8, 3), ("lookup", 6, 1)):
         params = search(draft=draft, draft_beams=wide, spec_length=levels)
-        outputs = llm.generate([*prompts, *prompts[:2]], [*[params] * 4, *others])
-        assert said(outputs) == [*plain, *alone]
+        assert said(llm.generate([*prompts, *prompts[:2]], [*[params] * 4, *others])) == [*plain, *alone]
     llm.engine.runner.cache.check_integrity()

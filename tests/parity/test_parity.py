@@ -6,27 +6,19 @@ two tokens are the two best of an independent recomputation, and their scores ar
 logit deviation measured between batch shapes. Anything else is a bug. The count is printed.
 """
 
-import json
 from functools import cache
 
 import pytest
 
 from forerun import LLM, SamplingParams, drafters, registry
 from forerun.certify.ties import best_two, measured_tau
-from forerun.models.named import DATA
 from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
-from parity.bitwise import Models
+from parity.bitwise import Models, held_out_texts
 from parity.mixtures import needed, spec_of
 
 NUM_PROMPTS, NUM_TOKENS, TEMPERATURE = 200, 128, 0.8
 pytestmark = pytest.mark.parity
-
-
-@cache
-def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines[:NUM_PROMPTS]]
 
 
 def params(mode: str) -> list[SamplingParams]:
@@ -40,17 +32,15 @@ def run(draft: str, mode: str) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, output ids) of every prompt."""
     pair = Models.shipped("float32", ReferenceOps())
     llm = LLM(pair.target, draft=spec_of(draft, needed(pair, draft)), spec_length=5)
-    outs = llm.generate(prompts(), params(mode))
-    return [(out.prompt_ids, out.token_ids) for out in outs]
+    return [(out.prompt_ids, out.token_ids) for out in llm.generate(held_out_texts(NUM_PROMPTS), params(mode))]
 
 
 @cache
 def tau() -> float:
     """2 x the largest logit deviation between one-row, six-row and whole-prompt passes over 20 sequences."""
     runner = LLM("shipped", draft="none", ops="reference", dtype="float32").engine.runner
-    return measured_tau(
-        runner, [(prompt_ids + token_ids)[-200:] for prompt_ids, token_ids in run("none", "greedy")[:20]]
-    )
+    texts = [(prompt_ids + token_ids)[-200:] for prompt_ids, token_ids in run("none", "greedy")[:20]]
+    return measured_tau(runner, texts)
 
 
 @cache

@@ -20,8 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoi
     folder = tmp_path_factory.mktemp("true shapes")
     loaded = []
     for source, shape in ((SHIPPED_TARGET, "llama-3.2-3b"), (SHIPPED_DRAFT, "llama-3.2-1b")):
-        config = spec_of(source)
-        write_widened(source, folder / shape, shape_named(shape, config))
+        write_widened(source, folder / shape, shape_named(shape, spec_of(source)))
         loaded.append(load_checkpoint(folder / shape, dtype="bfloat16", with_tokenizer=True))
         for file in (folder / shape).glob("*.safetensors"):
             file.unlink()  # packed by now, and gigabytes on the disk

@@ -5,11 +5,9 @@ the tokens that forerun chooses; new ids must have probability 0 in both; and th
 """
 
 import gc
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,9 +17,9 @@ from forerun import LLM, SamplingParams
 from forerun.bench.widen import SHAPES, num_parameters, write_widened
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
-from forerun.models.named import DATA
 from forerun.models.runner import Run
 from forerun.sampling import probs
+from parity.bitwise import held_out_texts
 
 NARROW = {"target": SHIPPED_TARGET, "draft": SHIPPED_DRAFT}
 WIDE = {"target": SHAPES["llama-3.2-3b"], "draft": SHAPES["llama-3.2-1b"]}
@@ -44,12 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
     shutil.rmtree(root)
 
 
-@cache
-def prompts() -> list[str]:
-    lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines[:NUM_PROMPTS]]
-
-
 @dataclass(frozen=True)
 class Greedy:
     """Plain greedy decoding of every prompt: (prompt ids, output ids); and the largest probability of all new ids."""
@@ -62,14 +54,14 @@ class Greedy:
 def greedy(folder: Path) -> Greedy:
     llm = LLM(folder, draft="none", dtype="float32", max_seq_len=512)
     assert llm.engine.runner.num_ids == llm.checkpoint.model.config.vocab_size
-    outs = llm.generate(prompts(), SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    outs = llm.generate(held_out_texts(NUM_PROMPTS), params)
     share = 0.0
     runner = llm.engine.runner
     runner.cache.open(-1)
     for row in runner.forward([Run(-1, outs[0].prompt_ids)]).logits[0]:
         for temperature in (1.0, 100.0):
             weights = probs(row, SamplingParams(temperature=temperature)).dense
-            assert weights is not None
             share = max(share, float(weights[NUM_OLD_IDS:].sum()))
     return Greedy([(o.prompt_ids, o.token_ids) for o in outs], share, num_parameters(llm.checkpoint.model.config))
 
@@ -81,11 +73,10 @@ def theirs(folder: Path, runs: list[tuple[list[int], list[int]]]) -> tuple[list[
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == model.config.vocab_size
     chosen, share = [], 0.0
-    for text, (prompt_ids, token_ids) in zip(prompts(), runs, strict=True):
+    for text, (prompt_ids, token_ids) in zip(held_out_texts(NUM_PROMPTS), runs, strict=True):
         assert tokenizer.encode(text) == prompt_ids
         with torch.inference_mode():
-            ids = torch.tensor([prompt_ids + token_ids[:-1]])
-            logits = model(ids, logits_to_keep=len(token_ids)).logits[0]
+            logits = model(torch.tensor([prompt_ids + token_ids[:-1]]), logits_to_keep=len(token_ids)).logits[0]
         chosen.append(logits.argmax(-1).tolist())
         for temperature in (1, 100):
             share = max(share, float((logits / temperature).softmax(-1)[:, NUM_OLD_IDS:].sum(-1).max()))
@@ -101,8 +92,7 @@ def test_transformers_says_the_same(name: str, folders: dict[str, Path], say: Ca
     assert chosen == [token_ids for _, token_ids in ours.runs]
     assert ours.share_of_new_ids == 0
     assert share == 0
-    narrow = greedy(NARROW[name])
-    same = sum(a == b for a, b in zip(ours.runs, narrow.runs, strict=True))
+    same = sum(a == b for a, b in zip(ours.runs, greedy(NARROW[name]).runs, strict=True))
     say(
         f"\n{name}, {ours.num_parameters:,} parameters: {NUM_PROMPTS} x {NUM_TOKENS} greedy tokens equal to those "
         f"of transformers, {same} of {NUM_PROMPTS} outputs to those of the trained model; new ids have "
@@ -124,7 +114,7 @@ def alpha_hat(pair: dict[str, Path], temperature: float) -> tuple[float, int]:
         SamplingParams(max_tokens=NUM_DRAFTED_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
         for seed in seeds
     ]
-    outs = llm.generate(prompts(), params)
+    outs = llm.generate(held_out_texts(NUM_PROMPTS), params)
     accepted, tested = (sum(getattr(o.report, name) for o in outs) for name in ("num_accepted", "num_tested"))
     return accepted / tested, tested
 

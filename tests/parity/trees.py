@@ -6,6 +6,7 @@ and a second tree that is forgotten. Then a path of it is kept, and one more tok
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,19 +55,21 @@ def compare_trees(checkpoint: Checkpoint, num_trees: int, seed: int, max_nodes: 
         context = rng.choice(held_out())[: rng.choice((rng.randint(1, 20), rng.randint(50, 70), rng.randint(1, 200)))]
         parents = random_parents(rng, rng.randint(2, max_nodes))
         tokens = rng.choices(range(checkpoint.model.config.vocab_size), k=len(parents))
-        _compare_one(found, checkpoint, context, tokens, parents, rng)
+        _compare_one(found, checkpoint, Tree(context, tokens, parents), rng)
     return found
 
 
-def _compare_one(
-    found: TreeComparison,
-    checkpoint: Checkpoint,
-    context: list[int],
-    tokens: list[int],
-    parents: list[int],
-    rng: random.Random,
-) -> None:
-    rows, runner = _in_batches(checkpoint, context, tokens, parents, rng, found)
+class Tree(NamedTuple):
+    """Tokens, the parent of each, and what they are behind."""
+
+    context: list[int]
+    tokens: list[int]
+    parents: list[int]
+
+
+def _compare_one(found: TreeComparison, checkpoint: Checkpoint, tree: Tree, rng: random.Random) -> None:
+    context, tokens, parents = tree
+    rows, runner = _in_batches(found, checkpoint, tree, rng)
     plain, expected = _runner(checkpoint, "contiguous"), dict[int, torch.Tensor]()
     feed(plain, TREE, context, 64)
     paths = {-1: list[int]()}
@@ -76,9 +79,7 @@ def _compare_one(
         plain.cache.truncate_to(TREE, len(context) + len(paths[node]) - 1)
         expected[node] = _row(plain.forward([Run(TREE, [tokens[node]])]), 0)
         plain.cache.keep({TREE: [0]})
-    found.add(
-        torch.cat([rows[node] for node in range(len(tokens))]), torch.cat([expected[n] for n in range(len(tokens))])
-    )
+    found.add(*(torch.cat([own[node] for node in range(len(tokens))]) for own in (rows, expected)))
     found.num_trees += 1
 
     path, stop = paths[rng.randrange(len(tokens))], len(context)
@@ -86,20 +87,15 @@ def _compare_one(
     plain.cache.truncate_to(TREE, stop)
     for node in path:
         feed(plain, TREE, [tokens[node]], 1)
-    pools = [cached(r, TREE, stop, stop + len(path)).transpose(0, 2) for r in (runner, plain)]
-    found.add(*pools)
+    found.add(*(cached(r, TREE, stop, stop + len(path)).transpose(0, 2) for r in (runner, plain)))
     found.add(*(_row(r.forward([Run(TREE, [tokens[0]])]), 0) for r in (runner, plain)))
 
 
 def _in_batches(
-    checkpoint: Checkpoint,
-    context: list[int],
-    tokens: list[int],
-    parents: list[int],
-    rng: random.Random,
-    found: TreeComparison,
+    found: TreeComparison, checkpoint: Checkpoint, tree: Tree, rng: random.Random
 ) -> tuple[dict[int, torch.Tensor], Runner]:
     """The row of each node; the whole tree is pending in slot TREE at the end."""
+    context, tokens, parents = tree
     runner = _runner(checkpoint, "paged")
     feed(runner, TREE, context, rng.choice((7, 64, 200)))
     cuts = sorted(rng.sample(range(1, len(tokens)), k=min(rng.randint(0, 3), len(tokens) - 1)))

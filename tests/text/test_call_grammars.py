@@ -248,7 +248,6 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
 def limited(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
     """What holds an answer whose reasoning has a limit."""
     params = answer_form.constrained(SamplingParams(**fields), tokenizer, tokenizer.encode(prompt))
-    assert params.thinking is not None
     grammar = vocabulary(tokenizer).compiled(params)
     return Limited(params.thinking, grammar, tokenizer.num_ids).start(frozenset(tokenizer.encode(END)), 0)
 

@@ -19,6 +19,7 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text.chat import MARK, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.unwritten import unwritten_ids
+from refusals import refusal
 from tiny import byte_tokenizer
 
 Message = dict[str, Any]
@@ -153,20 +154,17 @@ class Pair:
         try:
             expected = self.expected(messages, **options)
         except (jinja2.exceptions.UndefinedError, TypeError, AttributeError):
-            with pytest.raises(UnsupportedModel, match="fails on these messages in line"):
-                self.found(messages, **options)
-        except jinja2.exceptions.TemplateError as refusal:
-            with pytest.raises(BadOption, match=re.escape(f"the chat template refuses these messages ({refusal})")):
+            assert "fails on these messages in line" in refusal(UnsupportedModel, self.found, messages, **options)
+        except jinja2.exceptions.TemplateError as error:
+            with pytest.raises(BadOption, match=re.escape(f"the chat template refuses these messages ({error})")):
                 self.found(messages, **options)
         except ValueError as error:
             if "continue_final_message" not in str(error):
                 raise
-            with pytest.raises(BadOption, match="continue_final_message=True is not possible"):
-                self.found(messages, **options)
+            assert "continue_final_message=True is not possible" in refusal(BadOption, self.found, messages, **options)
         else:
             if any(isinstance(m.get("content"), dict) and repr(m["content"]) in expected[0] for m in messages):
-                with pytest.raises(BadOption, match="takes content as a text"):
-                    self.found(messages, **options)
+                assert "takes content as a text" in refusal(BadOption, self.found, messages, **options)
                 return False
             assert self.found(messages, **options) == expected
             return True
@@ -444,8 +442,7 @@ def test_what_stands_in_the_models_turn_is_written_by_it(tmp_path: Path) -> None
     """As channels do, and thoughts that the template writes into the last answer alone."""
     turn = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
     added = turn.replace("{{ m", "{% if loop.last and m.role == 'assistant' %}[/INST]{% endif %}{{ m")
-    prompt = "{% if add_generation_prompt %}[INST]{% endif %}"
-    for i, template in enumerate((added, added + prompt)):
+    for i, template in enumerate((added, added + "{% if add_generation_prompt %}[INST]{% endif %}")):
         pair = Pair(tmp_path / str(i), "<|im_start|>[/INST]" + template)
         [end], [first] = pair.tokenizer.encode("<|im_end|>")[1:], pair.tokenizer.encode("<|im_start|>")[1:]
         found = unwritten_ids(pair.chat, pair.tokenizer, [end])

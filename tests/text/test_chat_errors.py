@@ -42,17 +42,14 @@ def test_a_folder_without_a_template(load: Any, tmp_path: Path) -> None:
         f"{tmp_path} has no chat template, as is usual for a base model: use generate, which needs none, or "
         "name a template with --chat-template FILE (chat_template= in Python)"
     )
-    with pytest.raises(NotFound, match="base model"):
-        load('{"chat_template": null}', CONFIG)
+    assert "base model" in refusal(NotFound, load, '{"chat_template": null}', CONFIG)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"there is no file .*mine\.jinja: name a chat template"):
         ChatTemplate.load(tmp_path, tmp_path / "mine.jinja")
-    with pytest.raises(NotFound, match="is a folder: name a chat template"):
-        ChatTemplate.load(tmp_path, tmp_path)
-    with pytest.raises(NotFound, match="there is no folder"):
-        ChatTemplate.load(tmp_path / "model")
+    assert "is a folder: name a chat template" in refusal(NotFound, ChatTemplate.load, tmp_path, tmp_path)
+    assert "there is no folder" in refusal(NotFound, ChatTemplate.load, tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +71,12 @@ def test_an_empty_template(load: Any) -> None:
     words = r"is empty: fetch it again, or name another template with --chat-template FILE"
     with pytest.raises(UnsupportedModel, match=rf"chat_template in .*tokenizer_config\.json {words}"):
         load('{"chat_template": " "}', CONFIG)
-    with pytest.raises(UnsupportedModel, match=rf"chat_template\.jinja {words}"):
-        load("\n")
+    assert f"chat_template.jinja {words}" in refusal(UnsupportedModel, load, "\n")
 
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(UnsupportedModel, match=r"chat_template\.jinja is not a UTF-8 text"):
-        ChatTemplate.load(tmp_path)
+    assert "chat_template.jinja is not a UTF-8 text" in refusal(UnsupportedModel, ChatTemplate.load, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +189,7 @@ def test_parts_of_text_become_one_where_a_template_wants_texts(load: Any, text: 
     """As clients of the OpenAI API send them; a template that knows parts gets them (test_chat.py)."""
     assert load(text).render(PARTS) == "user: One \ntwo's\n"
     assert load(PRINT_ALL).render(PARTS, continue_final_message=True) == "user: One \ntwo's"
-    with pytest.raises(BadOption, match=r"refuses these messages \(never\)"):
-        load("{{ raise_exception('never') }}").render(PARTS)
+    assert "refuses these messages (never)" in refusal(BadOption, load("{{ raise_exception('never') }}").render, PARTS)
 
 
 def test_a_role_that_the_template_names_is_one(load: Any) -> None:
@@ -413,8 +407,7 @@ def test_a_template_that_takes_too_long(load: Any, monkeypatch: pytest.MonkeyPat
     chat = load("{% for i in range(999) %}{% endfor %}")
     assert chat.render(HELLO) == ""
     monkeypatch.setattr(limits, "MAX_CPU_S", 0.0)
-    with pytest.raises(UnsupportedModel, match="in line 1 takes more than 0 s, which"):
-        chat.render(HELLO)
+    assert "in line 1 takes more than 0 s, which" in refusal(UnsupportedModel, chat.render, HELLO)
 
 
 def test_each_rendering_has_limits_of_its_own(load: Any) -> None:

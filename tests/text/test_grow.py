@@ -15,6 +15,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models.named import DATA
 from forerun.text.grow import grow
 from forerun.text.tokenizer import Tokenizer
+from refusals import refusal
 
 NUM_IDS = 128_256
 CONTENT = (SHIPPED_TARGET / "tokenizer.json").read_text(encoding="utf-8")
@@ -99,7 +100,7 @@ def test_added_tokens_keep_their_ids(options: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "unigram": (tokenizers.Tokenizer(models.Unigram([("a", 0.0)])), "of type Unigram .* must be BPE"),
+    "unigram": (tokenizers.Tokenizer(models.Unigram([("a", 0.0)])), "Unigram cannot be given more ids: it must be BPE"),
     "word piece": (tokenizers.Tokenizer(models.WordPiece({"a": 0}, unk_token="a")), "of type WordPiece"),
     "word level": (tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "of type WordLevel"),
     "whole words": (small(ignore_merges=True), "would encode the text '<|unused_4|>'"),
@@ -108,12 +109,10 @@ REFUSED = {
 
 @pytest.mark.parametrize(("backend", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_grow_is_refused(backend: tokenizers.Tokenizer, sentence: str) -> None:
-    with pytest.raises(UnsupportedModel, match=sentence.replace("|", r"\|")):
-        grow(backend.to_str(), 50)
+    assert sentence in refusal(UnsupportedModel, grow, backend.to_str(), 50)
 
 
 def test_names_that_are_taken_are_refused() -> None:
     backend = small()
     backend.add_tokens(["<|unused_9|>"])
-    with pytest.raises(UnsupportedModel, match="would not keep theirs"):
-        grow(backend.to_str(), 50)
+    assert "would not keep theirs" in refusal(UnsupportedModel, grow, backend.to_str(), 50)
