@@ -42,6 +42,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., str]:
+    """Writes a text into a file of the test's own folder, and returns its path."""
+
+    def write(text: str, name: str) -> str:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
 @dataclass(frozen=True)
 class Done:
     """What a command left behind. is_spared: whether it kept what was loaded from garbage collections."""

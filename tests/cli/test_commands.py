@@ -15,16 +15,11 @@ from forerun.native import isa
 
 @pytest.mark.parametrize(
     ("command", "package"),
-    [
-        ("drafters", "forerun.drafters"),
-        ("rules", "forerun.verify"),
-        ("pacings", "forerun.pacing"),
-        ("train heads", "forerun.train.heads"),
-    ],
+    [("drafters", "drafters"), ("rules", "verify"), ("pacings", "pacing"), ("train heads", "train.heads")],
 )
 def test_lists_have_every_file_of_the_folder(ok: Any, command: str, package: str) -> None:
     lines = ok(*command.split()).splitlines()
-    for name in registry.names(package):
+    for name in registry.names(f"forerun.{package}"):
         assert any(line.startswith(f"{name} ") for line in lines)
     assert all(len(line) <= 80 for line in lines)
 
@@ -52,11 +47,10 @@ def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(
     assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(("plain", "speculative")))
 
 
-def test_demo_of_a_pair_shows_each_kind_of_work_and_sums_them_up(ok: Any, tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}", encoding="utf-8")
+def test_demo_of_a_pair_shows_each_kind_of_work_and_sums_them_up(ok: Any, written: Any) -> None:
+    template = written("{% for message in messages %}{{ message.content }}{% endfor %}", "template.jinja")
     pair = ("--pair", "--target", "long", "--draft", "./draft", "--max-tokens", "3")
-    printed = ok("demo", *pair, FORERUN_CHAT_TEMPLATE=str(template), FORERUN_MAX_SEQ_LEN="4096")
+    printed = ok("demo", *pair, FORERUN_CHAT_TEMPLATE=template, FORERUN_MAX_SEQ_LEN="4096")
     assert printed.count("identical: yes, all 3 tokens") == len(PAIR_KINDS)
     assert "Question: I want to swim" in printed
     summary = printed.partition("=== All of them ===")[2].splitlines()
@@ -77,6 +71,7 @@ def test_the_files_of_the_pair_are_those_of_the_folder_that_is_named(
     assert of_pair(EngineConfig(target="llama")) == EngineConfig(target="llama")
 
 
+ONE_PROMPT = '{"id": "a", "text": "def f(n):"}\n'
 HOW_TO_GET_THE_PAIR = (
     "where there is a network, `hf download Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF --include '*q4_k_m.gguf' --local-dir "
     "pair` (1.1 GB) and `hf download Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF --include '*q4_k_m.gguf' --local-dir pair` "
@@ -109,19 +104,14 @@ def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, ok: Any, t
     assert small["token_ids"] == wide["token_ids"]
 
 
-def test_bench_latency_prints_its_limit_two_tables_and_one_json_line(cli: Any, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "text": "def f(n):"}\n{"id": "b", "text": "class A:"}\n', encoding="utf-8")
-    base = ("--target", "llama", "--draft", "./draft", "--draft", "lookup", "--prompt-file", str(prompts))
+def test_bench_latency_prints_its_limit_two_tables_and_one_json_line(cli: Any, written: Any) -> None:
+    prompts = written(ONE_PROMPT + '{"id": "b", "text": "class A:"}\n', "prompts.jsonl")
+    base = ("--target", "llama", "--draft", "./draft", "--draft", "lookup", "--prompt-file", prompts)
     done = cli("bench", "latency", *base, "--max-tokens", "24", "--spec-length", "3", "--json", "-", code=0)
     lines = done.stdout.splitlines()
     assert any(line.startswith("limit without speculation: ") for line in lines[:4])
     assert all(len(line.rstrip()) <= 80 for line in lines[:-1])
-    for told in (
-        "2 prompts, 24 tokens each, at temperature 0 and 1: plain",
-        "K: tokens drafted per step.",
-        "v(K): of a",
-    ):
+    for told in ("2 prompts, 24 tokens each, at temperature 0 and 1: plain", "K: tokens drafted per step", "v(K): of"):
         assert told in " ".join(done.stdout.split())
     assert done.stderr == ""  # no progress bar in a pipe
     record = json.loads(lines[-1])
@@ -142,11 +132,10 @@ def test_bench_latency_prints_its_limit_two_tables_and_one_json_line(cli: Any, t
 
 
 def test_json_of_a_benchmark_is_written_where_it_is_asked_for_and_nowhere_else(
-    ok: Any, refused: Any, tmp_path: Path
+    ok: Any, refused: Any, tmp_path: Path, written: Any
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
-    base = ("bench", "latency", "--target", "llama", "--draft", "lookup", "--prompt-file", str(prompts))
+    prompts = written(ONE_PROMPT, "prompts.jsonl")
+    base = ("bench", "latency", "--target", "llama", "--draft", "lookup", "--prompt-file", prompts)
     sizes = ("--max-tokens", "8", "--temperature", "0")
     assert "{" not in ok(*base, *sizes, "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["bench"] == "latency"
@@ -158,18 +147,14 @@ def test_json_of_a_benchmark_is_written_where_it_is_asked_for_and_nowhere_else(
     assert "{" not in piped
 
 
-def test_bench_latency_compares_lengths_of_one_drafter(ok: Any, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
+def test_bench_latency_compares_lengths_of_one_drafter(ok: Any, written: Any) -> None:
+    prompts = written(ONE_PROMPT, "prompts.jsonl")
     lengths = ("--spec-length", "2", "--spec-length", "4")
-    base = ("--target", "llama", "--draft", "./draft", "--temperature", "0", "--prompt-file", str(prompts))
+    base = ("--target", "llama", "--draft", "./draft", "--temperature", "0", "--prompt-file", prompts)
     lines = ok("bench", "latency", *base, *lengths, "--max-tokens", "24", "--json", "-").splitlines()
     record = json.loads(lines[-1])
-    assert [(line["draft"], line["spec_length"]) for line in record["lines"]] == [
-        ("none", 0),
-        ("./draft", 2),
-        ("./draft", 4),
-    ]
+    measured = [(line["draft"], line["spec_length"]) for line in record["lines"]]
+    assert measured == [("none", 0), ("./draft", 2), ("./draft", 4)]
     assert len(record["drafts"]) == 1  # loaded once for both lengths
     assert any(line.startswith("T=0 ./draft: best of the measured lengths is K=") for line in lines)
 

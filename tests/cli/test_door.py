@@ -70,12 +70,10 @@ def test_the_options_of_generate_stand_in_panels(cli: Any) -> None:
 
 
 def test_the_line_of_a_command_is_its_first_sentence() -> None:
-    text = "Measure the first, second, ... child, e.g. here. More.\n\nStill more."
-    assert first_sentence("Measure the first, second, ... child of a draft. More.") == (
-        "Measure the first, second, ... child of a draft"
-    )
+    sentence = "Measure the first, second, ... child of a draft"
+    assert first_sentence(f"{sentence}. More.") == sentence
     assert first_sentence("One sentence.\n\nMore.") == "One sentence"
-    assert "More" not in first_sentence(text)
+    assert "More" not in first_sentence("Measure the first, second, ... child, e.g. here. More.\n\nStill more.")
 
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])

@@ -82,10 +82,7 @@ CASES = {
     "config": ((*LLAMA, "--config", "no.toml"), "the config file 'no.toml' does not exist"),
     "shape": (("bench", "widen", "llama", "out", "--shape", "2b"), "there is no shape '2b'"),
     "shrink": (("bench", "widen", "llama", "out", "--hidden-size", "16"), "widening cannot shrink it"),
-    "bench_prompts": (
-        ("bench", "latency", "--target", "llama", "--prompt-file", "no.jsonl"),
-        "there is no prompt file",
-    ),
+    "prompts": (("bench", "latency", "--target", "llama", "--prompt-file", "no.jsonl"), "there is no prompt file"),
 }
 
 
@@ -162,14 +159,10 @@ def test_a_reader_that_leaves_is_no_error(start: Any, rounds: bool) -> None:
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
 def test_an_output_that_cannot_be_written(full: str) -> None:
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "forerun", "models" if full == "stdout" else "modls"]
     with open("/dev/full", "w", encoding="utf-8") as file:
-        done = subprocess.run(
-            [sys.executable, "-m", "forerun", "models" if full == "stdout" else "modls"],
-            **(streams | {full: file}),
-            text=True,
-            check=False,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: file}
+        done = subprocess.run(command, **streams, text=True, check=False)
     assert done.returncode == 2
     if full == "stdout":
         assert re.fullmatch(r"error: .*No space left on device.*: make room there, or name a file .*\n", done.stderr)
@@ -218,10 +211,11 @@ def test_extra_drafts_are_refused_before_anything_is_loaded(refused: Any) -> Non
         assert sentence in refused(*words, "--max-tokens", "2", code=code)
 
 
-def test_keys_of_config_json_that_are_to_be_ignored(cli: Any, refused: Any, checkpoints: Path, tmp_path: Path) -> None:
+def test_keys_of_config_json_that_are_to_be_ignored(
+    cli: Any, refused: Any, checkpoints: Path, tmp_path: Path, written: Any
+) -> None:
     """The refusal names the flag; the flag, the variable and the file then do, for targets and for draft models."""
-    marked = tmp_path / "marked"
-    shutil.copytree(checkpoints / "llama", marked)
+    marked = shutil.copytree(checkpoints / "llama", tmp_path / "marked")
     raw = json.loads((marked / "config.json").read_text())
     (marked / "config.json").write_text(json.dumps(raw | {"made_by": "us", "made_in": 2026, "_model_path": "/x"}))
     options = ("--max-tokens", "2", "--temperature", "0")
@@ -234,9 +228,8 @@ def test_keys_of_config_json_that_are_to_be_ignored(cli: Any, refused: Any, chec
         cli("plan", *words, *both, code=0)
         cli("plan", "--target", "llama", "--draft", "none", code=0)
         assert cli("generate", *words, *options, "x", FORERUN_IGNORE_CONFIG_KEYS="made_by,made_in").stdout == expected
-        file = tmp_path / "forerun.toml"
-        file.write_text('ignore_config_keys = ["made_by", "made_in"]')
-        assert cli("generate", *words, *options, "--config", str(file), "x").stdout == expected
+        file = written('ignore_config_keys = ["made_by", "made_in"]', "forerun.toml")
+        assert cli("generate", *words, *options, "--config", file, "x").stdout == expected
 
 
 def test_standard_input_that_is_not_utf8(refused: Any) -> None:
@@ -257,10 +250,9 @@ JSONL_CASES = {
 
 
 @pytest.mark.parametrize(("text", "sentence"), JSONL_CASES.values(), ids=JSONL_CASES)
-def test_a_line_that_cannot_be_honoured_is_named(refused: Any, tmp_path: Path, text: str, sentence: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(text, encoding="utf-8")
-    assert sentence in refused("generate", "--target", "llama", "--top-k", "3", "--prompt-file", str(file))
+def test_a_line_that_cannot_be_honoured_is_named(refused: Any, written: Any, text: str, sentence: str) -> None:
+    file = written(text, "prompts.jsonl")
+    assert sentence in refused("generate", "--target", "llama", "--top-k", "3", "--prompt-file", file)
 
 
 def test_any_file_that_cannot_be_used_is_one_sentence(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:

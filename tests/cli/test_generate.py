@@ -74,9 +74,8 @@ def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
     assert "set temperature to 0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
 
 
-def test_a_file_behind_an_at_sign_is_a_text_and_that_is_said(cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("abc")
-    for text, is_said in ((f"@{tmp_path / 'text.txt'}", True), ("@nobody", False)):
+def test_a_file_behind_an_at_sign_is_a_text_and_that_is_said(cli: Any, written: Any) -> None:
+    for text, is_said in ((f"@{written('abc', 'text.txt')}", True), ("@nobody", False)):
         done = cli("generate", text, "--target", "llama", *GREEDY, code=0)
         assert ("is sent as it is; --prompt-file reads a file" in done.stderr) == is_said
 
@@ -87,20 +86,17 @@ def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:
     report = json.loads(cli(*base, "--acceptance", "lenience:l=0.5", "--json").stdout)["report"]
     assert (report["acceptance"], report["is_lossless"]) == ("lenience:l=0.5", False)
     assert 0 <= report["tv_price"] <= 1
-    assert f"lossy: lenience:l=0.5, TV price {report['tv_price']:.1%} a tested token" in (
-        cli(*base, "--acceptance", "lenience:l=0.5").stderr
-    )
+    lossy = f"lossy: lenience:l=0.5, TV price {report['tv_price']:.1%} a tested token"
+    assert lossy in cli(*base, "--acceptance", "lenience:l=0.5").stderr
     assert "lossy: typical," in cli(*base, "--acceptance", "typical").stderr
     assert "lossy" not in cli(*base, "--acceptance", "block").stderr
 
 
-def test_the_ways_in_are_one_prompt(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("def f(n):\n", encoding="utf-8")
+def test_the_ways_in_are_one_prompt(cli: Any, written: Any) -> None:
     base = ("generate", "--target", "llama", "--draft", "none", *GREEDY)
     outputs = [
         cli(*base, "def f(n):\n").stdout,
-        cli(*base, "--prompt-file", str(file)).stdout,
+        cli(*base, "--prompt-file", written("def f(n):\n", "prompt.txt")).stdout,
         cli(*base, stdin="def f(n):\n").stdout,
         cli(*base, "-", stdin="def f(n):\n").stdout,
     ]
@@ -125,10 +121,9 @@ def test_seed_repeats_and_is_reported(cli: Any) -> None:
     assert first["token_ids"] == second["token_ids"]  # match verification: the drafter does not matter
 
 
-def test_variables_and_config_file_are_below_flags(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "forerun.toml"
-    file.write_text('target = "nowhere"\ndraft = "none"\n', encoding="utf-8")
-    base = ("generate", *GREEDY, "--json", "--config", str(file), "x")
+def test_variables_and_config_file_are_below_flags(cli: Any, written: Any) -> None:
+    file = written('target = "nowhere"\ndraft = "none"\n', "forerun.toml")
+    base = ("generate", *GREEDY, "--json", "--config", file, "x")
     assert "nowhere" in cli(*base).stderr
     assert json.loads(cli(*base, FORERUN_TARGET="llama").stdout)["report"]["num_drafted"] == 0
     from_flag = cli(*base, "--draft", "./draft", "--spec-length", "5", FORERUN_TARGET="llama", FORERUN_DRAFT="lookup")
@@ -165,36 +160,35 @@ def test_flags_of_sampling_reach_the_engine(cli: Any) -> None:
         assert ids != json.loads(cli(*base, "--logit-bias", "7=6").stdout)["token_ids"], penalty
 
 
-def test_a_prediction_is_a_text_or_a_file(cli: Any, refused: Any, tmp_path: Path) -> None:
+def test_a_prediction_is_a_text_or_a_file(cli: Any, refused: Any, written: Any) -> None:
     """It makes the passes fewer and changes no token; an @ is doubled at the beginning of a text."""
     base = ("--target", "shipped", "--draft", "lookup", "--pacing", "fixed")
     asked = ("generate", *base, *GREEDY, "--json", "def f(n):")
     plain = json.loads(cli(*asked).stdout)
-    (tmp_path / "file").write_text(plain["text"], encoding="utf-8")
-    for given in (plain["text"], f"@{tmp_path / 'file'}", f"@@{plain['text']}"):
+    file = written(plain["text"], "file")
+    for given in (plain["text"], f"@{file}", f"@@{plain['text']}"):
         found = json.loads(cli(*asked, "--prediction", given).stdout)
         assert found["token_ids"] == plain["token_ids"]
         assert found["report"]["num_accepted"] >= 6
-    assert "the file of --prediction" in refused(*asked, "--prediction", f"@{tmp_path / 'none'}")
+    assert "the file of --prediction" in refused(*asked, "--prediction", f"@{file}-of-nobody")
 
 
-def test_each_line_of_a_batch_has_its_own_parameters(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
+def test_each_line_of_a_batch_has_its_own_parameters(cli: Any, written: Any) -> None:
     lines = [
         {"prompt": "def f(n):"},
         {"prompt": "a\u2028b", "max_tokens": 3, "seed": 5, "temperature": 1, "logprobs": 0},
         {"prompt": [5, 6, 7], "logit_bias": {"9": 99}, "max_tokens": 4, "stop": None},
     ]
-    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
+    file = written("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", "prompts.jsonl")
     base = ("generate", "--target", "llama", "--draft", "./draft", *GREEDY)
-    outputs = [json.loads(line) for line in cli(*base, "--json", "--prompt-file", str(file)).stdout.splitlines()]
+    outputs = [json.loads(line) for line in cli(*base, "--json", "--prompt-file", file).stdout.splitlines()]
     assert [len(output["token_ids"]) for output in outputs] == [12, 3, 4]
     assert outputs[0]["token_ids"] == json.loads(cli(*base, "--json", "def f(n):").stdout)["token_ids"]
     assert outputs[1]["seed"] == 5
     assert ["logprobs" in output for output in outputs] == [False, True, False]
     assert outputs[2]["token_ids"] == [9] * 4
-    file.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[2]), encoding="utf-8")
-    printed = cli(*base, "--prompt-file", str(file)).stdout
+    file = written(json.dumps(lines[0]) + "\n" + json.dumps(lines[2]), "prompts.jsonl")
+    printed = cli(*base, "--prompt-file", file).stdout
     assert "==> 1: def f(n): <==" in printed
     assert "==> 2: " in printed
 
@@ -205,8 +199,7 @@ CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assis
 @pytest.fixture
 def chatty(checkpoints: Path, tmp_path: Path) -> str:
     """A model with a chat template."""
-    folder = tmp_path / "chatty"
-    shutil.copytree(checkpoints / "llama", folder)
+    folder = shutil.copytree(checkpoints / "llama", tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text(CHATTY, encoding="utf-8")
     return str(folder)
 
@@ -222,12 +215,11 @@ def test_a_model_with_a_chat_template_answers(cli: Any, refused: Any, chatty: st
     assert "chat template" in refused("generate", "--target", "llama", "--chat", "hello")
 
 
-def test_the_heading_of_a_conversation_is_its_last_message(cli: Any, chatty: str, tmp_path: Path) -> None:
-    file = tmp_path / "talks.jsonl"
+def test_the_heading_of_a_conversation_is_its_last_message(cli: Any, chatty: str, written: Any) -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     lines = [{"messages": [*talk, {"role": "user", "content": "what\nnow"}]}, {"prompt": "hello"}, {"prompt": [5, 6]}]
-    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    printed = cli("generate", "--target", chatty, *GREEDY, "--prompt-file", str(file)).stdout
+    file = written("\n".join(map(json.dumps, lines)), "talks.jsonl")
+    printed = cli("generate", "--target", chatty, *GREEDY, "--prompt-file", file).stdout
     headings = [line for line in printed.splitlines() if line.startswith("==> ")]
     assert headings[:2] == ["==> 1: now <==", "==> 2: hello <=="]
 

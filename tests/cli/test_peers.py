@@ -1,7 +1,6 @@
 """An option of vLLM, SGLang, llama.cpp, transformers or OpenVINO GenAI is answered with ours, in one sentence."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,13 +259,8 @@ def test_every_spelling_is_answered_as_a_keyword() -> None:
         of_requests = rf"in SamplingParams\({name}=1\)$"  # the same name here, only elsewhere
         with pytest.raises(BadOption, match=of_requests if name in SamplingParams.__dataclass_fields__ else answer):
             EngineConfig.make(**{name: 1})
-    assert {name for name in names if name in fields} == {
-        "quantization",
-        "generation_config",
-        "chat_template",
-        "max_num_batched_tokens",
-        "kv_cache_dtype",
-    }
+    same = {"quantization", "generation_config", "chat_template", "max_num_batched_tokens", "kv_cache_dtype"}
+    assert names & fields == same
 
 
 def test_a_key_of_speculative_config() -> None:
@@ -277,11 +271,10 @@ def test_a_key_of_speculative_config() -> None:
     )
 
 
-def test_a_key_of_the_config_file(tmp_path: Path, refused: Any) -> None:
-    file = tmp_path / "forerun.toml"
-    file.write_text('max-model-len = 512\ndraft = "none"\n', encoding="utf-8")
+def test_a_key_of_the_config_file(written: Any, refused: Any) -> None:
+    file = written('max-model-len = 512\ndraft = "none"\n', "forerun.toml")
     there = f"vLLM's max-model-len is max_seq_len here: {SEE}"
-    assert refused("generate", "x", "--config", str(file)) == f"the config file {str(file)!r}: {there}"
+    assert refused("generate", "x", "--config", file) == f"the config file {file!r}: {there}"
 
 
 @pytest.mark.parametrize(

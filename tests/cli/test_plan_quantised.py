@@ -99,52 +99,42 @@ def test_weights_that_are_rounded_at_load(cli: Any, target: str | None, draft: s
     assert ("bits each" in found["how"]["draft weights"]) == (dtype == "auto" and draft is not None)
 
 
-LINEAR = {"strategy": "channel", "num_bits": 8, "type": "int", "symmetric": True}
+GROUPS = {"group_0": {"weights": {"strategy": "channel", "num_bits": 8, "type": "int", "symmetric": True}}}
 SAID = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, 4 + 32 / 128),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, 4 + 32 / 64),
     "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "config_groups": {"group_0": {"weights": LINEAR}},
-        },
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": GROUPS},
         8 + 16 / 256,
     ),
 }
+
+
+def target_weights(cli: Any, folder: Path) -> Any:
+    """The bytes of a target's weights in a plan without a draft."""
+    return planned(cli, "--target", str(folder), "--draft", "none", "--ops", "native")["parts"]["target weights"]
 
 
 @pytest.mark.parametrize(("said", "bits"), SAID.values(), ids=SAID)
 def test_config_json_alone(cli: Any, tmp_path: Path, said: dict[str, Any], bits: float) -> None:
     """Where the weights are not here yet: 256 inputs, so that a channel's scale is one for 256 weights."""
     raw = json.loads((SHIPPED_DRAFT / "config.json").read_text(encoding="utf-8"))
-    raw |= {
-        "head_dim": 64,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
+    raw |= {"head_dim": 64, **dict.fromkeys(("hidden_size", "intermediate_size"), 256)}
+    raw |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
     for folder, more in (("dense", {}), ("quantised", {"quantization_config": said})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(raw | more), encoding="utf-8")
-    dense, found = (
-        planned(cli, "--target", str(tmp_path / f), "--draft", "none", "--ops", "native")["parts"]["target weights"]
-        for f in ("dense", "quantised")
-    )
+    dense, found = (target_weights(cli, tmp_path / folder) for folder in ("dense", "quantised"))
     assert dense - found == raw["num_hidden_layers"] * 7 * 256 * 256 * (16 - bits) / 8
 
 
 def test_config_json_alone_says_that_experts_are_mxfp4(cli: Any, tmp_path: Path) -> None:
     """And that nothing else is."""
-    found = []
     for name in ("whole", "config"):
         (tmp_path / name).mkdir()
         write_mxfp4(tmp_path / name)
     (tmp_path / "config" / "model.safetensors").unlink()
-    for name in ("whole", "config"):
-        parts = planned(cli, "--target", str(tmp_path / name), "--draft", "none", "--ops", "native")["parts"]
-        found.append(parts["target weights"])
+    found = [target_weights(cli, tmp_path / name) for name in ("whole", "config")]
     assert found[0] == found[1]
     shapes = weight_shapes(read_config(GPT_OSS))
     num_packed, num_others = (

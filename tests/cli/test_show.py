@@ -21,7 +21,6 @@ def tokenizer(checkpoints: Path) -> Tokenizer:
 
 def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDetail:
     """A chain of which the first tokens were accepted and the one behind them, if any, rejected."""
-    tried = drafted[: num_accepted + 1]
     return RoundDetail(
         sequence_id=0,
         position=9,
@@ -29,7 +28,7 @@ def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDet
         parents=[i - 1 for i in range(len(drafted))],
         draft_probs=[1.0] * len(drafted),
         target_probs=[1.0] * len(drafted),
-        tests=[AcceptanceTest(i, 1.0, 1.0, i < num_accepted) for i in range(len(tried))],
+        tests=[AcceptanceTest(i, 1.0, 1.0, i < num_accepted) for i in range(len(drafted[: num_accepted + 1]))],
         accepted=list(range(num_accepted)),
         next_token=next_token,
         granted=len(drafted),
@@ -37,13 +36,8 @@ def round_of(drafted: list[int], num_accepted: int, next_token: int) -> RoundDet
 
 
 def test_pieces_of_a_correction_a_bonus_and_a_plain_round() -> None:
-    assert round_pieces(round_of([1, 2, 3, 4], 1, 9), 2) == [
-        Piece(1, "accepted"),
-        Piece(2, "rejected"),
-        Piece(9, "correction"),
-        Piece(3, "untested"),
-        Piece(4, "untested"),
-    ]
+    tested = [Piece(1, "accepted"), Piece(2, "rejected"), Piece(9, "correction")]
+    assert round_pieces(round_of([1, 2, 3, 4], 1, 9), 2) == [*tested, Piece(3, "untested"), Piece(4, "untested")]
     assert round_pieces(round_of([1, 2], 2, 9), 3)[-1] == Piece(9, "bonus")
     assert round_pieces(round_of([], 0, 9), 1) == [Piece(9, "plain")]
 

@@ -4,6 +4,8 @@ import pytest
 
 from forerun.theory import formulas
 
+SHAPES = ("--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b")
+
 
 def test_the_worked_example(ok):
     """2.9412 tokens and 1.4706 at K = 5; the best K is 3."""
@@ -16,9 +18,8 @@ def test_the_worked_example(ok):
 
 
 def test_a_machine_in_place_of_costs(cli):
-    shapes = ("--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b", "--machine", "h100")
-    alone = cli("theory", *shapes, "--context", "500")
-    many = cli("theory", *shapes, "--context", "500", "--batch", "512")
+    base = ("theory", *SHAPES, "--machine", "h100", "--context", "500")
+    alone, many = cli(*base), cli(*base, "--batch", "512")
     assert "v(8) = 1.00" in alone.stdout
     assert "K = 4 is the best" in alone.stdout
     assert "K = 1 is the best" in many.stdout
@@ -39,10 +40,7 @@ def test_experts_that_rows_share(cli):
     [
         (("--c", "-1"), "cannot be costs"),
         (("--machine", "h100"), "belong together"),
-        (
-            ("--machine", "h10", "--target-shape", "llama-3.1-8b", "--draft-shape", "llama-3.2-1b"),
-            "did you mean 'h100'",
-        ),
+        (("--machine", "h10", *SHAPES), "did you mean 'h100'"),
         (("--machine", "h100", "--target-shape", "x", "--draft-shape", "llama-3.2-1b", "--c", "1"), "follow from"),
         (("--alpha", "2"), "alpha"),
     ],

@@ -10,6 +10,7 @@ def said(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
+BASH = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 COMMAND = {"type": "array", "items": {"type": "string"}}
 SHELL = {"type": "object", "properties": {"command": COMMAND}, "required": ["command"], "additionalProperties": False}
 # Codex CLI, first turn: POST /v1/responses
@@ -35,29 +36,19 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"x-codex-installation-id": "4d1a"},
 }
 
+REMINDED = [
+    {"type": "text", "text": "<system-reminder>\nThe date is known.\n</system-reminder>"},
+    {"type": "text", "text": "def add(", "cache_control": {"type": "ephemeral"}},
+]
 # Claude Code: POST /v1/messages?beta=true
 CLAUDE_CODE: dict[str, Any] = {
     "model": "shipped",
-    "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "<system-reminder>\nThe date is known.\n</system-reminder>"},
-                {"type": "text", "text": "def add(", "cache_control": {"type": "ephemeral"}},
-            ],
-        }
-    ],
+    "messages": [{"role": "user", "content": REMINDED}],
     "system": [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.0"},
         {"type": "text", "text": "You are a command line tool.", "cache_control": {"type": "ephemeral"}},
     ],
-    "tools": [
-        {
-            "name": "Bash",
-            "description": "Executes a command.",
-            "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-        }
-    ],
+    "tools": [{"name": "Bash", "description": "Executes a command.", "input_schema": BASH}],
     "metadata": {"user_id": "user_4d1a_account__session_0199"},
     "max_tokens": 32000,
     "thinking": {"type": "adaptive"},

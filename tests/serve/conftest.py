@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import checkpoints, cli as any_cli, process, refused, start as any_start
+from cli.conftest import checkpoints, cli as any_cli, process, refused, start as any_start, written
 from forerun import LLM
 from serve.running import Running, serving
 from speculation import environment, llm_options, pytest_generate_tests, speculation
 
 # Found here by their names.
-__all__ = ["any_cli", "any_start", "checkpoints", "process", "pytest_generate_tests", "refused", "speculation"]
+__all__ = [
+    "any_cli",
+    "any_start",
+    "checkpoints",
+    "process",
+    "pytest_generate_tests",
+    "refused",
+    "speculation",
+    "written",
+]
 
 
 SHIPPED = {"FORERUN_TARGET": "shipped"}
@@ -83,11 +92,23 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def answers_in() -> Callable[[Path], dict[str, dict[str, Any]]]:
-    """Reads an output: custom_id -> response, after checking that every line is whole and no id is there twice."""
+def out(tmp_path: Path) -> Path:
+    """Where the answers of a batch are to be."""
+    return tmp_path / "out.jsonl"
 
-    def read(path: Path) -> dict[str, dict[str, Any]]:
-        text = path.read_text(encoding="utf-8")
+
+@pytest.fixture
+def batch(cli: Callable[..., Any], out: Path) -> Callable[..., Any]:
+    """Runs `forerun batch` on a file of requests, with these flags."""
+    return lambda requests, *flags, **options: cli("batch", str(requests), str(out), *flags, **options)
+
+
+@pytest.fixture
+def answers(out: Path) -> Callable[[], dict[str, dict[str, Any]]]:
+    """Reads the output: custom_id -> response, after checking that every line is whole and no id is there twice."""
+
+    def read() -> dict[str, dict[str, Any]]:
+        text = out.read_text(encoding="utf-8")
         assert text.endswith("\n")
         lines = [json.loads(line) for line in text.split("\n")[:-1]]
         assert all(set(line) == {"id", "custom_id", "response", "error"} and line["error"] is None for line in lines)

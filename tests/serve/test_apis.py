@@ -97,12 +97,7 @@ async def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ("tags", {"no": 1}, "tags", 'tags={"no": 1} is not possible: it must be a list that is not empty'),
             ("tags", ["a", ""], "tags[1]", "tags[1]='' is not possible: it must be a text that is not empty"),
             ("voice", {"pitch": 1}, "voice.name", "voice has no name: it must be a text that is not empty"),
-            (
-                "voice",
-                {"name": "x", "pitch": 2},
-                "voice.pitch",
-                "voice.pitch=2 is not possible: it must be a number of",
-            ),
+            ("voice", {"name": "x", "pitch": 2}, "voice.pitch", "voice.pitch=2 is not possible: it must be a number"),
             ("wish", 3, "wish", "wish=3 is not possible: it must be a text or an object"),
             ("wish", {"name": 3}, "wish.name", "wish.name=3 is not possible"),
         ):

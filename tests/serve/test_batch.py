@@ -22,22 +22,7 @@ from forerun.serve.batch import seed_of
 from speculation import environment
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
-CODE = (
-    "def fib(n):",
-    "class Stack:",
-    "import os\n",
-    "for i in range(",
-    "x = [",
-    "try:\n    ",
-    "while True:",
-    "return ",
-)
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where the answers are to be."""
-    return tmp_path / "out.jsonl"
+CODE = ("def fib(n):", "class Stack:", "import os", "for i in range(", "x = [", "try:\n    ", "while True:", "return ")
 
 
 def messages(text: str) -> list[dict[str, str]]:
@@ -51,7 +36,7 @@ def nested(depth: int) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any, llm: LLM, out: Path) -> None:
+def test_answers_are_those_of_generate(process: Any, write: Any, answers: Any, llm: LLM, out: Path) -> None:
     """Greedy and drawn, both urls, several prompts and choices, a seed given and one taken from the custom_id."""
     ids = llm.tokenizer.encode("def f(")
     requests = write(
@@ -67,7 +52,7 @@ def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any
     said = [line for line in done.stderr.splitlines() if not line.startswith("measured what passes ")]
     summary = r"\[5 requests: 5 answered, 0 refused; 104 tokens in \d+\.\d s, \d+\.\d tokens/s\]"
     assert re.fullmatch(summary, "\n".join(said))
-    got = {custom_id: response["body"] for custom_id, response in answers_in(out).items()}
+    got = {custom_id: response["body"] for custom_id, response in answers().items()}
 
     expected = llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=24, logprobs=1))[0]
     assert got["greedy"]["choices"][0]["text"] == expected.text
@@ -88,11 +73,8 @@ def test_answers_are_those_of_generate(process: Any, write: Any, answers_in: Any
     assert len(got["chat"]["choices"][0]["logprobs"]["content"]) == 24
 
 
-def test_refused_requests_have_their_line_and_the_others_their_answer(
-    cli: Any, write: Any, answers_in: Any, out: Path
-) -> None:
+def test_refused_requests_have_their_line_and_the_others_their_answer(batch: Any, write: Any, answers: Any) -> None:
     """Refused by the body, by the tokenizer, by the engine, for want of room, and on the way."""
-    no_token_left = {"logit_bias": {str(i): "-inf" for i in range(3)}}
     cases: list[tuple[str, str, dict[str, Any], int, str | None]] = [
         ("stream", COMPLETIONS, {"prompt": "x", "stream": True}, 400, "stream"),
         ("tools", CHAT, {"messages": messages("x"), "tools": [{"type": "function"}]}, 400, "tools"),
@@ -108,25 +90,25 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
         ("deep", CHAT, {"messages": [{"role": "user", "content": "x", "extra": nested(900)}]}, 400, None),
         ("self", CHAT, {"messages": messages("x"), "chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs"),
         ("room", COMPLETIONS, {"prompt": "x", "max_tokens": 600}, 503, None),
-        ("bias", COMPLETIONS, {"prompt": "x", **no_token_left}, 400, "logit_bias"),
+        ("bias", COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): "-inf" for i in range(3)}}, 400, "logit_bias"),
         ("on the way", COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): -1e999 for i in range(4096)}}, 400, None),
     ]
     fine = [(f"fine {i}", COMPLETIONS, {"prompt": "x =", "max_tokens": 4}) for i in range(3)]
     requests = write(fine[0], *(case[:3] for case in cases), *fine[1:])
-    done = cli("batch", str(requests), str(out), "--kv-cache-tokens", "512", code=2)
+    done = batch(requests, "--kv-cache-tokens", "512", code=2)
     assert done.is_spared, "a garbage collection would stop all requests for a while"
     first = "'stream' was refused: stream=true is not possible: a batch writes whole answers; leave it out\n"
     assert done.stderr.startswith(f"{first}[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; ")
     assert done.stderr.endswith("; --retry-refused asks the refused ones again]\n")
-    answers = answers_in(out)
-    assert [answers[custom_id]["status_code"] for custom_id, _, _ in fine] == [200] * 3
+    got = answers()
+    assert [got[custom_id]["status_code"] for custom_id, _, _ in fine] == [200] * 3
     for custom_id, _, _, status, param in cases:
-        error = answers[custom_id]["body"]["error"]
-        assert (answers[custom_id]["status_code"], error["param"]) == (status, param), (custom_id, error)
+        error = got[custom_id]["body"]["error"]
+        assert (got[custom_id]["status_code"], error["param"]) == (status, param), (custom_id, error)
         assert error["message"]
-    assert answers["long"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert got["long"]["body"]["error"]["code"] == "context_length_exceeded"
     # Nothing is missing: no model is asked for.
-    again = cli("batch", str(requests), str(out), "--target", "nowhere", code=2)
+    again = batch(requests, "--target", "nowhere", code=2)
     assert again.stderr == (
         f"{first}[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; {len(cases) + 3} of them before; "
         "--retry-refused asks the refused ones again]\n"
@@ -134,7 +116,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
 
 
 def test_whatever_goes_wrong_in_a_line_ends_that_line(
-    cli: Any, write: Any, answers_in: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+    batch: Any, write: Any, answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it is read, and when its answer is made; the others are answered."""
     submit, output = LLM.submit, Request.output
@@ -152,11 +134,11 @@ def test_whatever_goes_wrong_in_a_line_ends_that_line(
     monkeypatch.setattr(LLM, "submit", submitting)
     monkeypatch.setattr(Request, "output", making)
     lines = [(name, COMPLETIONS, {"prompt": name, "max_tokens": 3}) for name in ("one", "two", "three", "four")]
-    cli("batch", str(write(*lines)), str(out), code=2)
-    answers = answers_in(out)
-    assert [answers[name]["status_code"] for name, _, _ in lines] == [200, 500, 500, 200]
+    batch(write(*lines), code=2)
+    got = answers()
+    assert [got[name]["status_code"] for name, _, _ in lines] == [200, 500, 500, 200]
     for name, said in (("two", "the disk is on fire"), ("three", "no text for you")):
-        error = answers[name]["body"]["error"]
+        error = got[name]["body"]["error"]
         assert (error["code"], said in error["message"]) == ("internal_error", True)
 
 
@@ -175,7 +157,7 @@ def num_lines(path: Path) -> int:
 
 @pytest.mark.once("kills, whatever the speculation")
 def test_killed_at_any_moment_a_run_goes_on(
-    start: Any, process: Any, write: Any, answers_in: Any, llm: LLM, out: Path
+    start: Any, process: Any, write: Any, answers: Any, llm: LLM, out: Path
 ) -> None:
     """kill -9 at two random moments; then every request is answered exactly once, and as if nothing had been."""
     requests = write(*many())
@@ -197,19 +179,19 @@ def test_killed_at_any_moment_a_run_goes_on(
     num_before = kept.count(b"\n")
     assert f"; {num_before} of them before" in done.stderr
     assert out.read_bytes().startswith(kept)
-    answers = answers_in(out)
-    assert answers.keys() == {custom_id for custom_id, _, _ in many()}
+    got = answers()
+    assert got.keys() == {custom_id for custom_id, _, _ in many()}
     params = [
         SamplingParams(max_tokens=16, temperature=body["temperature"], seed=seed_of(custom_id))
         for custom_id, _, body in many()
     ]
     outputs = llm.generate([body["prompt"] for _, _, body in many()], params)
     for (custom_id, _, _), output in zip(many(), outputs, strict=True):
-        assert answers[custom_id]["body"]["choices"][0]["text"] == output.text, (custom_id, moments)
+        assert got[custom_id]["body"]["choices"][0]["text"] == output.text, (custom_id, moments)
 
 
 @pytest.mark.once("a signal, whatever the speculation")
-def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers_in: Any, out: Path) -> None:
+def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers: Any, out: Path) -> None:
     """It says how to go on; and while the run lives, a second one is kept out. A long request may end until then."""
     long = [(f"long-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}) for i in range(40)]
     short = [(f"short-{i}", COMPLETIONS, {"prompt": "x", "max_tokens": 2}) for i in range(2)]
@@ -226,11 +208,11 @@ def test_ctrl_c_in_a_terminal_that_shows_a_bar(refused: Any, write: Any, answers
     assert "Traceback" not in (child.before or "")
     child.close()
     assert child.exitstatus == 130
-    assert 2 <= num_answered == len(answers_in(out)) < 42
-    assert {"short-0", "short-1"} <= answers_in(out).keys()
+    assert 2 <= num_answered == len(answers()) < 42
+    assert {"short-0", "short-1"} <= answers().keys()
 
 
-def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in: Any, out: Path) -> None:
+def test_requests_that_change_between_two_runs(batch: Any, write: Any, answers: Any, out: Path) -> None:
     """Another body or url is another request; the order of keys and white space are not."""
 
     def requests(second: str, third: str) -> Path:
@@ -242,78 +224,73 @@ def test_requests_that_change_between_two_runs(cli: Any, write: Any, answers_in:
 
     third = '{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "é", "max_tokens": 2}}\n'
     same = '{ "body":{"max_tokens":2,"prompt":"\\u00e9"},"url":"/v1/completions","method":"POST", "custom_id":"c" }\n'
-    cli("batch", str(requests("def f(", third)), str(out), code=0)
-    before, content = answers_in(out), out.read_bytes()
-    again = cli("batch", str(requests("def f(", same)), str(out), "--target", "nowhere", code=0)
+    batch(requests("def f(", third), code=0)
+    before, content = answers(), out.read_bytes()
+    again = batch(requests("def f(", same), "--target", "nowhere", code=0)
     assert again.stderr == "[3 requests: 3 answered, 0 refused; 3 of them before]\n"
-    changed = str(requests("class A:", same))
-    done = cli("batch", changed, str(out), "--target", "nowhere", code=2)
+    changed = requests("class A:", same)
+    done = batch(changed, "--target", "nowhere", code=2)
     assert (done.stdout, out.read_bytes()) == ("", content)
     assert "has answers to 1 request ('b') that ask something else now: give --redo-changed" in done.stderr
-    done = cli("batch", changed, str(out), "--redo-changed", code=0)
+    done = batch(changed, "--redo-changed", code=0)
     assert done.stderr.startswith("asked again: 1 request ('b')\n[3 requests: 3 answered, 0 refused; 2 of ")
-    after = answers_in(out)
+    after = answers()
     assert {custom_id for custom_id in before if after[custom_id] != before[custom_id]} == {"b"}
-    cli("batch", changed, str(out), "--target", "nowhere", code=0)
+    batch(changed, "--target", "nowhere", code=0)
 
 
-def test_a_display_says_that_the_model_is_loaded(
-    cli: Any, write: Any, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_display_says_that_the_model_is_loaded(batch: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = list[bool]()
     monkeypatch.setattr("forerun.cli.waiting.loading", lambda opened: nullcontext(loaded.append(opened.is_shipped)))
-    requests = write(("a", COMPLETIONS, {"prompt": "x", "max_tokens": 1}))
-    cli("batch", str(requests), str(out), code=0)
+    batch(write(("a", COMPLETIONS, {"prompt": "x", "max_tokens": 1})), code=0)
     assert loaded == [True]
 
 
 def test_a_model_may_be_called_anything_unless_its_name_is_said(
-    cli: Any, write: Any, answers_in: Any, tmp_path: Path
+    batch: Any, write: Any, answers: Any, out: Path
 ) -> None:
     """A file written for another service is answered as it is; the answers say what answered."""
     body = {"prompt": "x = ", "max_tokens": 2}
     requests = write(("a", COMPLETIONS, {**body, "model": "gpt-4o-mini"}), ("b", COMPLETIONS, {**body, "model": "own"}))
-    done = cli("batch", str(requests), str(tmp_path / "any.jsonl"), code=0)
+    done = batch(requests, code=0)
     assert done.stderr.startswith("requests that ask for the model 'gpt-4o-mini' and 1 more are answered by shipped; ")
-    assert {response["body"]["model"] for response in answers_in(tmp_path / "any.jsonl").values()} == {"shipped"}
-    out = tmp_path / "out.jsonl"
-    names = ("--served-model-name", "mine", "--served-model-name", "own")
-    done = cli("batch", str(requests), str(out), *names, code=2)
+    assert {response["body"]["model"] for response in answers().values()} == {"shipped"}
+    out.unlink()
+    done = batch(requests, "--served-model-name", "mine", "--served-model-name", "own", code=2)
     assert done.stderr.startswith("'a' was refused: model='gpt-4o-mini' is not here: it must be 'mine' or 'own', or")
-    answers = answers_in(out)
-    assert (answers["a"]["status_code"], answers["a"]["body"]["error"]["code"]) == (404, "model_not_found")
-    assert answers["b"]["body"]["model"] == "mine"
+    got = answers()
+    assert (got["a"]["status_code"], got["a"]["body"]["error"]["code"]) == (404, "model_not_found")
+    assert got["b"]["body"]["model"] == "mine"
 
 
-def test_refused_requests_are_asked_again_where_that_is_wanted(
-    cli: Any, write: Any, answers_in: Any, out: Path
-) -> None:
+def test_refused_requests_are_asked_again_where_that_is_wanted(batch: Any, write: Any, answers: Any) -> None:
     """By another configuration, or with another body; answers that are there stay as they are."""
 
-    def requests(rule: str) -> str:
+    def requests(rule: str) -> Path:
         body = {"prompt": "x = ", "max_tokens": 2}
         bodies = {"a": body, "b": {**body, "max_tokens": 700, "stop": ["="]}, "c": {**body, "acceptance": rule}}
-        return str(write(*((custom_id, COMPLETIONS, asked) for custom_id, asked in bodies.items())))
+        path: Path = write(*((custom_id, COMPLETIONS, asked) for custom_id, asked in bodies.items()))
+        return path
 
-    done = cli("batch", requests("always"), str(out), "--kv-cache-tokens", "512", code=2)
+    done = batch(requests("always"), "--kv-cache-tokens", "512", code=2)
     assert "[3 requests: 1 answered, 2 refused; " in done.stderr
-    before = answers_in(out)
-    kept = cli("batch", requests("always"), str(out), "--target", "nowhere")
+    before = answers()
+    kept = batch(requests("always"), "--target", "nowhere")
     assert kept.stderr.startswith("'b' was refused: "), "what is not asked again is not passed over in silence"
-    changed = cli("batch", requests("ratio"), str(out), "--target", "nowhere")
+    changed = batch(requests("ratio"), "--target", "nowhere")
     assert "('c') that ask something else now: give --redo-changed" in changed.stderr
-    done = cli("batch", requests("ratio"), str(out), "--retry-refused", code=0)
+    done = batch(requests("ratio"), "--retry-refused", code=0)
     assert done.stderr.startswith("asked again: 2 requests ('b', 'c')\n[3 requests: 3 answered, 0 refused; 1 of ")
-    assert answers_in(out)["a"] == before["a"]
+    assert answers()["a"] == before["a"]
 
 
 @pytest.mark.once("nothing is run")
-def test_answers_of_an_earlier_version_count_as_they_are(cli: Any, write: Any, out: Path) -> None:
+def test_answers_of_an_earlier_version_count_as_they_are(batch: Any, write: Any, out: Path) -> None:
     requests = write(("a", COMPLETIONS, {"prompt": "x"}))
     line = {"id": "batch_req_0123456789abcdef01234567", "custom_id": "a", "response": {"status_code": 200}}
     out.write_text(json.dumps(line) + "\n", encoding="utf-8")
     for flags in ((), ("--redo-changed",)):
-        done = cli("batch", str(requests), str(out), "--target", "nowhere", *flags, code=0)
+        done = batch(requests, "--target", "nowhere", *flags, code=0)
         assert "of an earlier version: 1; whether these requests have changed is not known" in done.stderr
 
 
@@ -332,21 +309,16 @@ MALFORMED = {
     "a list as url": (json.dumps({**LINE, "custom_id": "b", "url": [COMPLETIONS]}), "line 2 has the url ['/v1/comp"),
     "another method": (json.dumps({**LINE, "custom_id": "b", "method": "GET"}), "line 2 has the method 'GET'"),
     "no body": (json.dumps({**LINE, "custom_id": "b", "body": None}), "line 2 has no body"),
-    "another key": (
-        json.dumps({**LINE, "custom_id": "b", "bodi": {}}),
-        "there is no key 'bodi' (did you mean 'body'?)",
-    ),
+    "other key": (json.dumps({**LINE, "custom_id": "b", "bodi": {}}), "there is no key 'bodi' (did you mean 'body'?)"),
     "deep": ("[" * 100_000, "line 2 is not valid JSON"),
 }
 
 
 @pytest.mark.once("nothing is run")
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_lines_are_refused_before_anything_is_run(refused: Any, tmp_path: Path, case: str) -> None:
+def test_malformed_lines_are_refused_before_anything_is_run(refused: Any, written: Any, out: Path, case: str) -> None:
     line, sentence = MALFORMED[case]
-    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    requests.write_text(f"{GOOD}\n{line}\n", encoding="utf-8")
-    said = refused("batch", str(requests), str(out), "--target", "nowhere")
+    said = refused("batch", written(f"{GOOD}\n{line}\n", "in.jsonl"), str(out), "--target", "nowhere")
     assert sentence in said
     assert said.endswith(": mend the input, nothing was run")
     assert not out.exists()
@@ -381,9 +353,7 @@ def test_wrong_outputs_and_models_without_a_template(refused: Any, write: Any, o
 @pytest.mark.once("nothing is run")
 def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     """Those of sampling are in the bodies; what generate prints and reads is not here."""
-    flags = {
-        name: set(re.findall(r"^  (--[\w-]+)", cli(name, "--help").stdout, re.M)) for name in ("generate", "batch")
-    }
+    flags = {name: {*re.findall(r"^  (--[\w-]+)", cli(name, "--help").stdout, re.M)} for name in ("generate", "batch")}
     sampling = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__}
     sampling = sampling - {"--draft", "--spec-length"} | {"--bad-word", "--stop-token-id"}
     of_generate = {"--target", "--prompt-file", "--json", "--rounds", "--chat", "--verbose"}

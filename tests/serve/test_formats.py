@@ -63,13 +63,11 @@ def test_a_server_answers_in_the_form_that_is_asked_for(client: Any) -> None:
         answer = client.completions.create(temperature=temperature, **asked)
         jsonschema.validate(json.loads(answer.choices[0].text), SCHEMA)
         assert answer.choices[0].finish_reason == "stop"
-    chat = client.chat.completions.create(
-        model="shipped", messages=MESSAGES, max_tokens=200, temperature=0, response_format=FORM
-    )
+    hello: Any = {"model": "shipped", "messages": MESSAGES, "max_tokens": 200, "temperature": 0}
+    chat = client.chat.completions.create(response_format=FORM, **hello)
     jsonschema.validate(json.loads(chat.choices[0].message.content), SCHEMA)
-    chunks = client.completions.create(
-        model="shipped", prompt="x = ", stream=True, max_tokens=20, extra_body={"guided_choice": ["left", "right"]}
-    )
+    choice = {"guided_choice": ["left", "right"]}
+    chunks = client.completions.create(stream=True, **{**asked, "extra_body": choice})
     assert "".join(chunk.choices[0].text for chunk in chunks) in ("left", "right")
 
 
@@ -80,15 +78,12 @@ def test_a_schema_that_cannot_be_honoured_is_refused_by_name(server: Running) ->
     wrong: Any = {"type": "object", "properties": {"n": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}
     openai, hello = {"type": "json_schema", "json_schema": {"schema": wrong}}, {"messages": MESSAGES}
     form = {"type": "json_schema", "schema": wrong}
+    text = {"prompt": "x"}
     for url, body, param in (
-        (COMPLETIONS, {"prompt": "x", "regex": "(?=a)b"}, "regex"),
-        (COMPLETIONS, {"prompt": "x", "guided_grammar": "root ::= ("}, "guided_grammar"),
-        (
-            COMPLETIONS,
-            {"prompt": "x", "structured_outputs": {"json": wrong}, "guided_json": None},
-            "structured_outputs",
-        ),
-        (COMPLETIONS, {"prompt": "x", "guided_json": wrong, "response_format": {"type": "text"}}, "guided_json"),
+        (COMPLETIONS, {**text, "regex": "(?=a)b"}, "regex"),
+        (COMPLETIONS, {**text, "guided_grammar": "root ::= ("}, "guided_grammar"),
+        (COMPLETIONS, {**text, "structured_outputs": {"json": wrong}, "guided_json": None}, "structured_outputs"),
+        (COMPLETIONS, {**text, "guided_json": wrong, "response_format": {"type": "text"}}, "guided_json"),
         (CHAT, {**hello, "response_format": openai}, "response_format"),
         (CHAT, {**hello, "response_format": openai, "stream": True}, "response_format"),
         (RESPONSES, {"input": "x", "text": {"format": form}}, "text.format"),

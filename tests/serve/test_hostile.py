@@ -12,7 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.sampling.grammar import is_short, vocabulary
 from forerun.serve import aside
 from serve.running import CODE, JSON, Running, assert_refused
-from serve.test_serve_inside import asked, served
+from serve.test_serve_inside import asked, served, until
 from speculation import llm_options
 
 COMPLETION = "/v1/completions"
@@ -127,5 +127,4 @@ async def test_the_process_that_tries_grammars_is_started_with_the_first_of_any_
         assert (await client.post(COMPLETION, **asked(max_tokens=2))).status_code == 200
         assert service.trial.pid is None
         assert (await client.post(COMPLETION, **asked(regex="a", max_tokens=2))).status_code == 200
-        while service.trial.pid is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: service.trial.pid is not None)

@@ -23,13 +23,8 @@ def test_a_body_is_extended_by_the_conversation_before() -> None:
     body = json.dumps({"input": "b", "previous_response_id": "resp_1"}).encode()
     assert [item["content"] for item in json.loads(memory.extend("me", body))["input"]] == ["a", "x", "b"]
     assert "is not kept here" in refusal(Refused, memory.extend, "you", body)
-    others = (
-        '{"input": "b"}',
-        '{"previous_response_id": no',
-        '{"previous_response_id": null}',
-        '["previous_response_id"]',
-    )
-    for as_it_is in map(str.encode, others):
+    rest = ('{"input": 1}', '{"previous_response_id": no', '{"previous_response_id": null}', '["previous_response_id"]')
+    for as_it_is in map(str.encode, rest):
         assert memory.extend("me", as_it_is) == as_it_is
 
 

@@ -20,8 +20,14 @@ from speculation import llm_options
 from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")  # except where a test says otherwise
-HELLO = [{"role": "user", "content": "hello"}]
 NAMES = ("small", "models/small")
+
+
+def said(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+HELLO = said("hello")
 
 
 def read(url: str, **body: Any) -> Any:
@@ -102,7 +108,7 @@ def test_logprobs_have_two_styles() -> None:
 def test_prompts_and_conversations() -> None:
     for prompt, several in (("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2]], ([1], [2]))):
         assert read(COMPLETIONS, prompt=prompt).prompts == several
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    parts = said([{"type": "text", "text": "hello"}])
     job = read(CHAT, messages=parts, chat_template_kwargs={"enable_thinking": False})
     assert (job.messages, job.prompts, job.variables) == (parts, (), {"enable_thinking": False})
 
@@ -178,6 +184,7 @@ def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 # -------------------------------------------------------------------------------------------------------- refused
 
 TOOL = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = [{"type": "allowed_tools", "allowed_tools": one} for one in (None, [], {"mode": "auto"}, {"tools": "now"})]
 REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
     (CHAT, {"num_beams": 2, "temperature": 0, "stream": True}, "stream", "which text is best is known at the end"),
@@ -185,12 +192,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"num_beams": 2, "temperature": 0, "n": 3}, "n", "at most num_beams=2"),
     (CHAT, {"messages": []}, "messages", "must be a list such as"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a list such as"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content",
-        "the model reads texts alone",
-    ),
+    (CHAT, {"messages": said([{"type": "image_url"}])}, "messages[0].content", "the model reads texts alone"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "the template's own variables"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "it must be a function"),
     (CHAT, {"tools": [{"type": "custom"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
@@ -200,15 +202,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "the tools are weather"),
     (CHAT, {"tools": [TOOL], "tool_choice": 3}, "tool_choice", "it must be none, auto, required or"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    *(
-        (
-            CHAT,
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
-            "tool_choice.allowed_tools",
-            "it must",
-        )
-        for allowed in (None, [], {"mode": "auto"}, {"tools": "now"})
-    ),
+    *((CHAT, {"tool_choice": allowed}, "tool_choice.allowed_tools", "it must") for allowed in ALLOWED),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "it must be"),
     (CHAT, {"response_format": "json"}, "response_format", "it must be"),
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "two grammars"),
@@ -269,12 +263,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(url: str, body: dict[str, An
     assert sentence in str(error.value)
     status, answer = plain_error(error.value)
     assert status == (404 if param == "model" else 400)
-    assert answer["error"] == {
-        "message": str(error.value),
-        "type": "invalid_request_error",
-        "param": param,
-        "code": error.value.code,
-    }
+    kind = {"type": "invalid_request_error", "param": param, "code": error.value.code}
+    assert answer["error"] == {"message": str(error.value), **kind}
 
 
 def test_errors_of_the_engine_have_a_status() -> None:
@@ -338,10 +328,9 @@ def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints:
     """A model whose tokens are bytes, made to write characters of two and three bytes, and the end."""
     llm = LLM(checkpoints / "llama", **llm_options())
     ids = llm.tokenizer.encode("é€")
-    prompt = llm.tokenizer.encode("a")
     for i in range(len(ids)):
         params = SamplingParams(max_tokens=1, temperature=0, logit_bias={ids[i]: 1e9}, logprobs=0)
-        outputs = llm.generate([[*prompt, *ids[:i]]], params)
+        outputs = llm.generate([[*llm.tokenizer.encode("a"), *ids[:i]]], params)
         (choice,) = completion_answer(read(COMPLETIONS, logprobs=0), outputs, llm.tokenizer, "0", 0)["choices"]
         assert choice["logprobs"]["tokens"] == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
     output = llm.generate("a", SamplingParams(max_tokens=4, logit_bias={0: 1e9}, logprobs=0))[0]

@@ -146,12 +146,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (respond, {"reasoning": {"length": 3}}, "reasoning.length", "one of effort, generate_summary, summary"),
     (respond, {"tools": [{"type": "function"}]}, "tools", "which has no name"),
     (respond, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
-    (
-        respond,
-        {"tool_choice": {"type": "allowed_tools", "tools": {}}},
-        "tool_choice.tools",
-        "it must be a list of tools",
-    ),
+    (respond, {"tool_choice": {"type": "allowed_tools", "tools": {}}}, "tool_choice.tools", "must be a list of tools"),
     (respond, {"tool_choice": {"type": "web_search"}}, "tool_choice", "it must be none, auto, required or"),
     (respond, {"text": {"format": {"type": "xml"}}}, "text.format", '{"type": "json_schema", "schema": {...}}'),
     (respond, {"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format", "text.format and regex are"),

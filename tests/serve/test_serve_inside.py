@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,24 +74,26 @@ async def posted(llm: LLM, send: Any, body: Any, **limits: Any) -> None:
         service.close()
 
 
+async def until(is_so: Callable[[], object]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.001)
+
+
+def on_fire(*_: Any) -> Any:
+    raise RuntimeError("the machine is on fire")
+
+
 def asked(**fields: Any) -> dict[str, Any]:
     return {"json": {"prompt": CODE, "max_tokens": 200, "temperature": 0, **fields}}
 
 
 async def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shipped", max_batch_size=2, **llm_options())
-    real, num_steps = llm.engine.stepper.step, 0
-
-    def step(*given: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 20:
-            raise RuntimeError("the machine is on fire")
-        return real(*given)
+    steps = chain(repeat(llm.engine.stepper.step, 19), repeat(on_fire))
 
     async with served(llm) as (client, service):
         assert (await client.get("/ready")).status_code == 200
-        monkeypatch.setattr(llm.engine.stepper, "step", step)
+        monkeypatch.setattr(llm.engine.stepper, "step", lambda *given: next(steps)(*given))
         posts = [client.post("/v1/completions", **asked(stream=i == 0)) for i in range(4)]
         streamed, *whole = await asyncio.gather(*posts)
         assert [answer.status_code for answer in whole] == [500] * 3
@@ -109,11 +112,8 @@ async def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypat
 async def test_an_engine_that_fails_on_what_no_route_asked_for_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shipped", max_batch_size=2, **llm_options())
 
-    def step(*_: Any) -> Any:
-        raise RuntimeError("the machine is on fire")
-
     async with served(llm) as (client, _):
-        monkeypatch.setattr(llm.engine.stepper, "step", step)
+        monkeypatch.setattr(llm.engine.stepper, "step", on_fire)
         with pytest.raises(ForerunError):
             await asyncio.to_thread(llm.generate, CODE, SamplingParams(max_tokens=4))
         assert (await client.get("/ready")).status_code == 503
@@ -211,15 +211,14 @@ async def test_what_goes_wrong_in_one_request_ends_that_one(
     with caplog.at_level(logging.CRITICAL):
         async with served(llm) as (client, service):
             monkeypatch.setattr(Request, "output", output)
-            posts = [client.post("/v1/completions", **asked(seed=seed)) for seed in (13, 14)]
+            posts = (client.post("/v1/completions", **asked(seed=seed)) for seed in (13, 14))
             bad, good = await asyncio.gather(*posts)
             assert (bad.status_code, good.status_code) == (500, 200)
             assert "the text of the request or its answer could not be made" in bad.json()["error"]["message"]
             cut = await client.post("/v1/completions", **asked(seed=13, stream=True))
             assert "the text of the request or its answer could not be made" in cut.text
             going = asyncio.create_task(client.post("/v1/completions", **asked(max_tokens=1500, ignore_eos=True)))
-            while not llm.engine.scheduler.running:
-                await asyncio.sleep(0.001)
+            await until(lambda: llm.engine.scheduler.running)
             request = llm.engine.scheduler.running[0]
             request.error = InternalError("the logits are no numbers")
             llm.end([request])
@@ -318,8 +317,7 @@ async def test_connections_whose_clients_stand_still_are_cut() -> None:
         for _ in range(30):  # three times as long as a reader may take nothing
             taken += len(await loop.sock_recv(slow, 1 << 20))
             await asyncio.sleep(0.1)
-        while len(server.server_state.connections) > 2:  # the silent one is cut
-            await asyncio.sleep(0.02)
+        await until(lambda: len(server.server_state.connections) <= 2)  # the silent one is cut
         assert len(await until_cut(silent)) < 64 << 20
         while taken < 64 << 20:
             data = await loop.sock_recv(slow, 1 << 20)
@@ -337,11 +335,9 @@ async def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> 
     async with impatient() as (server, ask):
         ending = asyncio.create_task(_end_on_signals(SimpleNamespace(gate=gate), server))  # type: ignore[arg-type]
         reader = await ask(LARGE)
-        while not server.server_state.connections:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.server_state.connections)
         signal.raise_signal(signal.SIGTERM)
-        while not server.should_exit:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.should_exit)
         signal.raise_signal(signal.SIGTERM)
         await ending
         assert server.force_exit
@@ -396,8 +392,7 @@ async def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_ha
     llm.listen(lambda _: seen.extend(llm.engine.scheduler.running))
 
     async def send(message: dict[str, Any]) -> None:
-        while not seen or llm.engine.scheduler.running:
-            await asyncio.sleep(0.001)
+        await until(lambda: seen and not llm.engine.scheduler.running)
         sent.append(message.get("body", b""))
 
     await posted(llm, send, {"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True})
@@ -567,13 +562,10 @@ async def test_a_page_takes_what_the_context_allows() -> None:
     """And says what to do with more; the limit of all bodies holds there, too."""
     llm = LLM("shipped", draft="none", max_batch_size=1)
 
-    async def answered(scope: Any, receive: Any, send: Any) -> None:
-        await JSONResponse({})(scope, receive, send)
-
     for most_bytes, most, option in ((4 << 20, 40_000, "--max-seq-len"), (9_000, 9_000, "--max-body-bytes")):
         service = alone(llm, max_body_bytes=most_bytes)
         service.first.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
-        page = Door(answered, service, None, ("/lab",), Origins())
+        page = Door(JSONResponse({}), service, None, ("/lab",), Origins())
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
                 for length, status in ((most, 200), (most + 1, 413)):

@@ -158,11 +158,8 @@ def test_the_log_has_requests_and_none_of_their_texts(strict: Running) -> None:
     body = {"prompt": SECRET, "max_tokens": 3, "user": SECRET, "stop": [SECRET]}
     strict.http.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
     strict.http.post("/v1/completions", json={**body, SECRET: 1}, headers={"x-request-id": "not printable\x7f"})
-
-    def line() -> Any:
-        return next((line for line in strict.log.splitlines() if '"mine-1"' in line), None)
-
-    record = json.loads(str(wait_for(line)))
+    found: Any = wait_for(lambda: re.search('.*"mine-1".*', strict.log))
+    record = json.loads(found[0])
     assert (record["event"], record["path"], record["status"]) == ("request", "/v1/completions", 200)
     assert (record["completion_tokens"], record["finish_reason"]) == (3, "length")
     assert record["prompt_tokens"] > 3
@@ -225,22 +222,19 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
     with serving("--max-batch-size", "4") as running:
         asked: Any = {**LONG, "temperature": 0}
         lengths = [800] * 4 + [60] * 8  # the first four are not done before the others have come
-        alone = {
-            num: running.http.post("/v1/completions", json={**asked, "max_tokens": num}).json()["choices"][0]["text"]
-            for num in set(lengths)
-        }
+
+        def ask(i: int) -> str:
+            body = {**asked, "max_tokens": lengths[i], "stream": i % 2 == 0}
+            answer = running.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            if i % 2:
+                return str(answer.json()["choices"][0]["text"])
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            return "".join(event["choices"][0]["text"] for event in events)
+
+        alone = {lengths[i]: ask(i) for i in (1, 5)}
         with ThreadPoolExecutor(12) as pool:
-
-            def ask(i: int) -> str:
-                body = {**asked, "max_tokens": lengths[i], "stream": i % 2 == 0}
-                answer = running.http.post("/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                if i % 2:
-                    return str(answer.json()["choices"][0]["text"])
-                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-                assert answer.text.rstrip().endswith("data: [DONE]")
-                return "".join(event["choices"][0]["text"] for event in events)
-
             answers = [pool.submit(ask, i) for i in range(4)]
             wait_for(lambda: running.metric("forerun:num_requests_running") == 4)
             answers += [pool.submit(ask, i) for i in range(4, 12)]

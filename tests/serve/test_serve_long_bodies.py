@@ -23,20 +23,12 @@ from speculation import llm_options
 pytestmark = pytest.mark.once("texts, whatever the speculation")
 MOST_STEPS = 5  # until a first token: the step that runs, the prompt's, its own; and two that it may be late
 WORD = "x" * 120_000
+WORDS = ["w"] * 250_000
+TALK = {"messages": [{"role": "user", "content": "x"}]}
 ATTACKS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "a prediction of 3.9 MB": (
-        "/v1/completions",
-        {"prompt": "x", "prediction": "ab " * 1_300_000},
-        400,
-        "prediction has",
-    ),
-    "bad words": ("/v1/completions", {"prompt": "x", "bad_words": ["w"] * 250_000}, 400, "at most 1,024 entries"),
-    "stop texts": (
-        "/v1/messages",
-        {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "stop_sequences": ["w"] * 250_000},
-        400,
-        "stop_sequences=",
-    ),
+    "a prediction": ("/v1/completions", {"prompt": "x", "prediction": "ab " * 1_300_000}, 400, "prediction has"),
+    "bad words": ("/v1/completions", {"prompt": "x", "bad_words": WORDS}, 400, "at most 1,024 entries"),
+    "stop texts": ("/v1/messages", {"max_tokens": 1, **TALK, "stop_sequences": WORDS}, 400, "stop_sequences="),
     "tiny messages": (
         "/v1/messages/count_tokens",
         {"messages": [{"role": role, "content": ""} for role in ("user", "assistant")] * 40_000},
@@ -91,9 +83,9 @@ async def test_long_and_short_bodies_are_answered_alike() -> None:
         ("/v1/completions", {"prompt": CODE, "max_tokens": 8, "seed": 3, "bad_words": ["\n"], "prediction": "def f("}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "def f("}], "max_tokens": 4, "seed": 3}),
         ("/v1/responses", {"input": "def f(", "instructions": "x", "max_output_tokens": 4, "temperature": 0}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0}),
+        ("/v1/messages", {**TALK, "max_tokens": 4, "temperature": 0}),
         ("/v1/messages", {"messages": [{"role": "nobody", "content": "x"}], "max_tokens": 4}),
-        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages/count_tokens", TALK),
         ("/tokenize", {"prompt": "x y", "return_token_strs": True}),
         ("/detokenize", {"tokens": [5, 6, 7]}),
         ("/v1/completions", {"prompt": CODE, "model": "another"}),

@@ -54,36 +54,18 @@ def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Runn
     own = friendly.url.removeprefix("http://")
     said = {"content_type": "application/json"}
     port = own.rpartition(":")[2]
-    for host in (
-        own,
-        f"localhost:{port}",
-        "LOCALHOST",
-        f"[::1]:{port}",
-        "a.localhost",
-        "127.9.9.9",
-        "chat.example.org",
-    ):
+    local = ("LOCALHOST", f"localhost:{port}", f"[::1]:{port}", "a.localhost", "127.9.9.9")
+    for host in (own, *local, "chat.example.org"):
         assert ask(friendly, host=host, **said)[0] == 200, host
-    for host in (
-        "evil.example",
-        f"evil.example:{port}",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "[::1",
-        "8.8.8.8",
-    ):
+    evil = ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example")
+    for host in (*evil, "[::1", "8.8.8.8"):
         assert {ask(friendly, path, host=host, **said) for path in PATHS} == {(403, "host_not_allowed")}, host
     for origin in (f"http://{own}", FRIEND, FRIEND.upper(), f"http://localhost:{port}"):
         assert ask(friendly, origin=origin, **said)[0] == 200, origin
     for origin in ("http://evil.example", "null", f"{FRIEND}.evil.example", "http://127.0.0.1"):
         assert {ask(friendly, path, origin=origin, **said) for path in PATHS} == {(403, "origin_not_allowed")}, origin
-    for kind in (
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data; boundary=x",
-        "text/plain; application/json",
-        "",
-    ):
+    forms = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
+    for kind in (*forms, "text/plain", "text/plain; application/json", ""):
         assert {ask(friendly, path, content_type=kind) for path in PATHS} == {(415, "unsupported_media_type")}, kind
     assert ask(friendly) == (415, "unsupported_media_type")
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
@@ -176,9 +158,8 @@ def test_a_public_server_without_a_key_is_called_by_addresses_and_names_of_its_m
 def test_default_ports_and_names_of_this_machine_are_one_origin(origin: str, host: str, is_own: bool) -> None:
     assert is_served(Origins(), host=host, origin=origin) == is_own
     if not host.startswith("[::1"):
-        assert is_served(Origins.parse([f"{origin}"], "*"), host="x.example", origin=f"http://{host}") == (
-            is_own and origin.startswith("http:")
-        )
+        named = is_served(Origins.parse([origin], "*"), host="x.example", origin=f"http://{host}")
+        assert named == (is_own and origin.startswith("http:"))
 
 
 async def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read() -> None:

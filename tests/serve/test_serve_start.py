@@ -41,14 +41,12 @@ def variables() -> list[str]:
     return sorted(found.difference(NO_VARIABLE))
 
 
-def test_every_variable_that_is_named_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_variable_that_is_named_is_known(monkeypatch: pytest.MonkeyPatch, written: Any) -> None:
     names = variables()
     assert {"FORERUN_API_KEY", "FORERUN_CACHE_DIR", "FORERUN_CONFIG", "FORERUN_NUM_THREADS"} <= set(names)
-    config = tmp_path / "forerun.toml"
-    config.write_text("spec_length = 3\n", encoding="utf-8")
     for name in names:
         monkeypatch.setenv(name, "1")
-    for name, value in {"FORERUN_CONFIG": str(config), **SERVICE_LINKS}.items():
+    for name, value in {"FORERUN_CONFIG": written("spec_length = 3\n", "forerun.toml"), **SERVICE_LINKS}.items():
         monkeypatch.setenv(name, value)
     assert EngineConfig.from_sources({}).spec_length == 1, "a variable goes before the file"
     monkeypatch.delenv("FORERUN_SPEC_LENGTH")
@@ -88,12 +86,11 @@ def pod() -> tuple[list[str], dict[str, str]]:
 
 
 def test_every_command_that_is_shown_starts_a_server(
-    any_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    any_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, written: Any
 ) -> None:
     """Up to the model: options and variables are read, and the key that a variable holds is asked for."""
     started: list[ServerOptions] = []
-    file = tmp_path / "models.toml"  # which the page has
-    file.write_text('[models.small]\ntarget = "shipped"\n', encoding="utf-8")
+    file = written('[models.small]\ntarget = "shipped"\n', "models.toml")  # which the page has
 
     def run(configs: list[EngineConfig], options: ServerOptions, pages: Any, *_: Any) -> int:
         server.check(options)
@@ -104,7 +101,7 @@ def test_every_command_that_is_shown_starts_a_server(
     shown = list(commands())
     assert len(shown) >= 8
     for words, given in shown:
-        done = any_cli(*(str(file) if word == file.name else word for word in words), **given)
+        done = any_cli(*(file if word == "models.toml" else word for word in words), **given)
         assert done.returncode == 0, (words, given, done.stderr)
         assert started.pop().api_key == given.get("FORERUN_API_KEY"), words
 

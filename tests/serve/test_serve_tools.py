@@ -23,7 +23,8 @@ WEATHER = {"name": "weather", "description": "Tells the weather.", "parameters":
 NOW = {"name": "now", "description": "Tells the time.", "parameters": {"type": "object", "additionalProperties": False}}
 ASKED: Any = [{"role": "user", "content": "Is it warm in Rome?"}]
 TOOLS = [{"type": "function", "function": one} for one in (WEATHER, NOW)]
-CHAT: Any = {"model": "shipped", "tools": TOOLS, "temperature": 0}
+GREEDY: Any = {"model": "shipped", "temperature": 0}
+CHAT: Any = {**GREEDY, "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_choices_that_contradict(client: Any) -> None:
 
 def test_reasoning_that_the_template_begins(client: Any) -> None:
     """All that is written is thought, until its end: the small model has none. A call must come behind it."""
-    chat: Any = {"model": "shipped", "messages": ASKED, "temperature": 0, "max_tokens": 8}
+    chat: Any = {**GREEDY, "messages": ASKED, "max_tokens": 8}
     asked = {**chat, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     whole = client.chat.completions.create(**asked)
     thought = (whole.choices[0].message.model_extra or {})["reasoning_content"]
@@ -138,17 +139,14 @@ def test_reasoning_that_the_template_begins(client: Any) -> None:
     assert "".join((piece.model_extra or {}).get("reasoning_content", "") for piece in pieces) == thought
     effort = client.chat.completions.create(reasoning_effort="high", **chat)
     assert (effort.choices[0].message.model_extra or {})["reasoning_content"] == thought
-    response = client.responses.create(
-        model="shipped", input=ASKED, reasoning={"effort": "low"}, max_output_tokens=8, temperature=0
-    )
-    (item,) = response.output
+    (item,) = client.responses.create(input=ASKED, reasoning={"effort": "low"}, max_output_tokens=8, **GREEDY).output
     assert item.type == "reasoning"
     assert [part.text for part in item.content or ()] == [thought]
 
 
 def test_responses_call_a_tool_and_take_its_result(client: Any) -> None:
     tool: Any = {"type": "function", "strict": True, **WEATHER}
-    given: Any = {"model": "shipped", "tools": [tool], "temperature": 0, "parallel_tool_calls": False}
+    given: Any = {**GREEDY, "tools": [tool], "parallel_tool_calls": False}
     forced = {**given, "tool_choice": "required"}
     whole = client.responses.create(input=ASKED, **forced)
     (call,) = whole.output
@@ -178,7 +176,7 @@ def test_responses_call_a_tool_that_takes_a_text(client: Any, server: Running) -
     """As Codex declares apply_patch: no arguments, but one text, which a regular expression may hold."""
     form = {"type": "grammar", "syntax": "regex", "definition": '[ab]{2} "c"'}
     tool: Any = {"type": "custom", "name": "patch", "description": "Patches.", "format": form}
-    asked: Any = {"model": "shipped", "input": ASKED, "parallel_tool_calls": False, "temperature": 0}
+    asked: Any = {**GREEDY, "input": ASKED, "parallel_tool_calls": False}
     forced = {**asked, "tools": [tool], "tool_choice": {"type": "custom", "name": "patch"}}
     (call,) = client.responses.create(**forced).output
     assert call.type == "custom_tool_call"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,8 @@ def test_two_servers_share_a_small_folder(model: Path, tmp_path: Path) -> None:
         outs = plain.generate(texts, SamplingParams(max_tokens=6, temperature=0), raw=True)
         wanted = {text: out.text for text, out in zip(texts, outs, strict=True)}
     folder, found = tmp_path / "kv", 0
-    common = [*FLAGS, "--kv-disk", f"{LEAST_BYTES / 1e6}MB:{folder}"]
-    with (
-        watched(folder) as segments,
-        serving(*common, target=str(model)) as one,
-        serving(*common, target=str(model)) as two,
-    ):
+    start = partial(serving, *FLAGS, "--kv-disk", f"{LEAST_BYTES / 1e6}MB:{folder}", target=str(model))
+    with watched(folder) as segments, start() as one, start() as two:
         for turn in range(NUM_TURNS):
             # Both ask the same at the same time at first, then each other texts.
             orders = [texts, texts if turn == 0 else chance.sample(texts, len(texts))]
@@ -122,16 +119,16 @@ def test_two_servers_share_a_small_folder(model: Path, tmp_path: Path) -> None:
 def test_a_server_starts_behind_a_clock_that_was_wrong(model: Path, tmp_path: Path) -> None:
     """What is there is found, listed and verified, whatever its times are, and new texts are kept."""
     text, other = prompts()[:2]
-    common = [*FLAGS, "--kv-disk", f"1GB:{tmp_path / 'kv'}"]
+    start = partial(serving, *FLAGS, "--kv-disk", f"1GB:{tmp_path / 'kv'}", target=str(model))
     for ahead_s in (YEAR_S, -80 * YEAR_S):
-        with serving(*common, target=str(model)) as server:
+        with start() as server:
             first = ask(server, text)
             assert server.terminate() == 0
         for file in (tmp_path / "kv").rglob("*"):
             os.utime(file, (time.time() + ahead_s,) * 2)
         (one,) = kept(tmp_path / "kv", verifies=True)
         assert (one.num_blocks > 0, one.num_damaged) == (True, 0)
-        with serving(*common, target=str(model)) as server:
+        with start() as server:
             again, num = ask(server, text)
             assert (again, num) == (first[0], (PROMPT_TOKENS - 1) // 16 * 16)
             ask(server, other)

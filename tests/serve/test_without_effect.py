@@ -38,15 +38,16 @@ ANY = (True, 1, "x", ["x"], {"x": 1})
 Example = Any | tuple[dict[str, Any], Any]
 GREEDY = {"temperature": 0}
 BEAMS = {**GREEDY, "num_beams": 2, "stream": False}
-OF_PARAMS: dict[str, Example] = {
-    **dict.fromkeys(("cache_salt", "decoder_prompt", "prediction"), "x"),
+COMMON: dict[str, Example] = {
+    **dict.fromkeys(("cache_salt", "decoder_prompt", "prediction", "prompt", "suffix", "system"), "x"),
     **dict.fromkeys(("ignore_eos", "json_object", "stream"), True),
     **dict.fromkeys(("min_tokens", "priority"), 1),
-    **dict.fromkeys(("forced_eos_token_id", "max_tokens", "seed", "spec_length", "top_k"), 3),
+    **dict.fromkeys(("forced_eos_token_id", "max_thinking_tokens", "max_tokens", "seed", "spec_length", "top_k"), 3),
     **dict.fromkeys(("min_p", "temperature", "top_p"), 0.25),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.5),
     "acceptance": "ratio",
     "bad_words": ["x"],
+    "chat_template_kwargs": {"x": 1},
     "choice": ["a", "b"],
     "draft": "none",
     "draft_beams": (BEAMS, 3),
@@ -56,6 +57,7 @@ OF_PARAMS: dict[str, Example] = {
     "json_whitespace": "compact",
     "length_penalty": (BEAMS, 0.5),
     "logit_bias": {"3": 1},
+    "messages": [{"role": "user", "content": "x"}],
     "model": "other",
     "n": 2,
     "num_beams": ({**GREEDY, "stream": False}, 2),
@@ -77,36 +79,23 @@ OF_OPENAI: dict[str, Example] = {
     "return_token_ids": True,
 }
 LLAMA: Any = {"n_predict": 3, "penalize_nl": None, "repeat_penalty": 1.25, "response_fields": ["content"]}
-OLLAMA: dict[str, Example] = {
-    "chat_template_kwargs": {"x": 1},
-    "format": "json",
-    "options": {"top_k": 3},
-    "stream": False,
-    "think": True,
-}
+OLLAMA: dict[str, Example] = {"format": "json", "options": {"top_k": 3}, "stream": False, "think": True}
 OWN: dict[str, dict[str, Example]] = {
     openai.CHAT: {
         **OF_OPENAI,
-        "messages": [{"role": "user", "content": "x"}],
         "add_generation_prompt": False,
-        "chat_template_kwargs": {"x": 1},
         "continue_final_message": ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, True),
-        "max_thinking_tokens": 3,
         "parallel_tool_calls": (WITH_TOOL, False),
         "reasoning_effort": "low",
         "tool_choice": (WITH_TOOL, "required"),
         "tools": [TOOL],
         "top_logprobs": ({"logprobs": True}, 2),
     },
-    openai.COMPLETIONS: {**OF_OPENAI, "logprobs": 1, "best_of": None, "echo": True, "prompt": "x", "suffix": "x"},
+    openai.COMPLETIONS: {**OF_OPENAI, "logprobs": 1, "best_of": None, "echo": True},
     responses.RESPONSES: {
-        "chat_template_kwargs": {"x": 1},
+        **dict.fromkeys(("input", "instructions"), "x"),
+        **dict.fromkeys(("max_output_tokens", "max_tool_calls"), 3),
         "include": [responses.LOGPROBS],
-        "input": "x",
-        "instructions": "x",
-        "max_output_tokens": 3,
-        "max_thinking_tokens": 3,
-        "max_tool_calls": 3,
         "parallel_tool_calls": ({"tools": [{"type": "function", **FUNCTION}]}, False),
         "previous_response_id": "resp_x",
         "reasoning": {"effort": "low"},
@@ -117,20 +106,17 @@ OWN: dict[str, dict[str, Example]] = {
         "top_logprobs": ({"include": [responses.LOGPROBS]}, 2),
     },
     messages.MESSAGES: {
-        "chat_template_kwargs": {"x": 1},
         "context_management": {"edits": [{"type": "x"}]},
-        "messages": [{"role": "user", "content": "x"}],
         "output_config": {"effort": "low"},
         "stop_sequences": ["x"],
-        "system": "x",
         "thinking": {"type": "disabled"},
         "tool_choice": ({"tools": [{"name": "f", "input_schema": {}}]}, {"type": "any"}),
         "tools": [{"name": "f", "input_schema": {}}],
     },
-    llama_server.COMPLETION: {**LLAMA, "prompt": "x"},
-    llama_server.INFILL: {**LLAMA, "input_prefix": "x", "input_suffix": "x", "prompt": "x"},
-    ollama.CHAT: {**OLLAMA, "messages": [{"role": "user", "content": "x"}], "tools": [TOOL]},
-    ollama.GENERATE: {**OLLAMA, "prompt": "x", "raw": True, "suffix": "x", "system": "x"},
+    llama_server.COMPLETION: LLAMA,
+    llama_server.INFILL: {**LLAMA, "input_prefix": "x", "input_suffix": "x"},
+    ollama.CHAT: {**OLLAMA, "tools": [TOOL]},
+    ollama.GENERATE: {**OLLAMA, "raw": True},
 }
 
 
@@ -154,8 +140,8 @@ def base_of(url: str) -> dict[str, Any]:
 
 def example_of(url: str, name: str) -> Example:
     """Return a value of a field that makes another Job."""
-    if url in OWN or name in OF_PARAMS:
-        return {**OF_PARAMS, **OWN.get(url, {})}[name]
+    if url in OWN or name in COMMON:
+        return {**COMMON, **OWN.get(url, {})}[name]
     return sample(ROUTES[url].form.fields[name].schema, "y")
 
 

@@ -20,12 +20,11 @@ from forerun.text.tokenizer import Tokenizer
 from serve.agents import CLAUDE_CODE, CODEX
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")
-FUNCTION = {
-    "name": "f",
-    "description": "d",
-    "strict": True,
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"name": "f", "description": "d", "strict": True, "parameters": PARAMETERS}
+PATCH = {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}
+THOUGHT = {"type": "thinking", "thinking": "x", "signature": "s"}
+USE = {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 FORM = {"type": "json_schema", "schema": {}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -48,10 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
     responses.RESPONSES: {
         **CODEX,
         "text": {"format": FORM},
-        "tools": [
-            *CODEX["tools"],
-            {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
-        ],
+        "tools": [*CODEX["tools"], PATCH],
         "tool_choice": {"type": "function", "name": "shell"},
         "input": [
             {"type": "custom_tool_call", "call_id": "b", "name": "p", "input": "a"},
@@ -69,13 +65,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "output_config": {"effort": "low", "format": FORM},
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "x", "signature": "s"},
-                    {"type": "tool_use", "id": "a", "name": "Bash", "input": {"command": "ls"}},
-                ],
-            },
+            {"role": "assistant", "content": [THOUGHT, USE]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
         ],
     },
