@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +18,6 @@ from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig, TrainC
 from forerun.train.shape import ModelShape
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from forerun.text.progress import Bar
     from forerun.text.waiting import Waiting
 
@@ -75,8 +72,8 @@ def _saying_how_to_go_on(kept: Path, again: str = "the same command") -> Iterato
     try:
         yield
     except KeyboardInterrupt as stop:
-        if (at := getattr(stop, "at", None)) is not None:
-            say(f"stopped at {at}: {again} goes on from there", err=True)
+        if str(stop):
+            say(f"stopped at {stop}: {again} goes on from there", err=True)
         elif kept.exists():
             say(f"stopped: {again} goes on from what {kept} holds", err=True)
         else:
@@ -239,13 +236,14 @@ def pair(
         from forerun.train.evaluate import PairNumbers, measure_pair, read_prompts, write_numbers
 
     texts = read_prompts(prompts, num_prompts, target=target)
-    numbers = list[PairNumbers]()
+    sizes = {"max_tokens": max_tokens, "spec_length": spec_length, "seed": seed}
+
+    def measured(t: float) -> PairNumbers:
+        row = bar.add_task(f"tokens at T={t:g}", total=max_tokens * len(texts))
+        return measure_pair(target, draft, texts, t, **sizes, progress=lambda num: bar.update(row, completed=num))
+
     with _bar(quiet) as bar:
-        for t in (0.0, 1.0):
-            row = bar.add_task(f"tokens at T={t:g}", total=max_tokens * len(texts))
-            show = partial(_complete, bar, row)
-            sizes = {"max_tokens": max_tokens, "spec_length": spec_length, "seed": seed}
-            numbers.append(measure_pair(target, draft, texts, t, **sizes, progress=show))
+        numbers = [measured(0.0), measured(1.0)]
     for n in numbers:
         say(f"T={n.temperature:g}: alpha-hat {n.alpha_hat}, {n.mean_accepted_length} tokens per target pass")
     if out is not None:
@@ -382,7 +380,7 @@ def skip(
         checkpoint = Opened.of(config).load()
     with _bar(quiet) as bar:
         row = bar.add_task("sets of layers", total=evaluations)
-        best = fit(checkpoint, whole, out, **sizes, say=show, progress=partial(_complete, bar, row))
+        best = fit(checkpoint, whole, out, **sizes, say=show, progress=lambda num: bar.update(row, completed=num))
     say(f"layers {', '.join(map(str, best.layers))} in {out}")
     if best.speedup <= 1:
         say("By this estimate plain decoding is faster than any set that was tried.")
@@ -396,10 +394,6 @@ def say(text: str, err: bool = False) -> None:
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)
-
-
-def _complete(bar: Bar, row: TaskID, num: int) -> None:
-    bar.update(row, completed=num)
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:

@@ -11,13 +11,10 @@ from forerun.errors import BadOption, NotFound, shown
 from forerun.text.files import read_text_file
 from forerun.text.json_files import read_json, read_json_lines, wrong_line
 from forerun.train.corpus import load_corpus
-from forerun.train.evaluate import read_prompts
+from forerun.train.evaluate import PairNumbers, read_prompts
 from forerun.types import SamplingParams
 
 SAMPLE_TOKENS = 96
-PAIR_NUMBERS = (
-    *("temperature", "num_prompts", "spec_length", "num_tested", "num_accepted", "alpha_hat", "mean_accepted_length"),
-)
 
 INTRODUCTION = """# The shipped pair
 
@@ -155,7 +152,7 @@ def pair_section(numbers: Path) -> str:
         "|---|---|---|---|---|---|---|\n"
     )
     for number, row in rows:
-        if lacking := [name for name in PAIR_NUMBERS if not isinstance(row.get(name), int | float)]:
+        if lacking := [name for name in PairNumbers.__dataclass_fields__ if not isinstance(row.get(name), int | float)]:
             raise wrong_line(number, numbers, f"has no number {lacking[0]}", again)
         text += (
             f"| {row['temperature']:g} | {row['num_prompts']} | {row['spec_length']} | {row['num_tested']:,} | "

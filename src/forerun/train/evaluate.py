@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from forerun.engine.llm import LLM
@@ -80,19 +80,21 @@ def measure_pair(
     for each prompt.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
+    llm.listen(counted(progress))
+    outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
+    return pair_numbers(outputs, temperature, spec_length)
+
+
+def counted(tell: Callable[[int], None]) -> Callable[[StepReport], None]:
+    """Return a listener for an engine, which tells after each step how many tokens it has heard of so far."""
     num_tokens = 0
 
     def hear(report: StepReport) -> None:
         nonlocal num_tokens
         num_tokens += report.num_committed
-        progress(num_tokens)
+        tell(num_tokens)
 
-    end = llm.listen(hear)
-    try:
-        outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
-    finally:
-        end()
-    return pair_numbers(outputs, temperature, spec_length)
+    return hear
 
 
 def decode(
@@ -102,35 +104,23 @@ def decode(
 
     At a temperature above 0, drafts are verified by the ratio rule.
     """
-    params = [
-        SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed + i,
-            acceptance=None if temperature == 0 else "ratio",
-            ignore_eos=ignore_eos,
-        )
-        for i in range(len(prompts))
-    ]
-    return llm.generate(list(prompts), params)
+    rule = None if temperature == 0 else "ratio"
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, acceptance=rule, ignore_eos=ignore_eos)
+    return llm.generate(list(prompts), [replace(params, seed=seed + i) for i in range(len(prompts))])
 
 
 def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_length: int) -> PairNumbers:
     """Return the sums of the counts in the reports of `outputs`, and the rates of these sums."""
-    reports = [output.report for output in outputs]
-    tested, accepted = sum(r.num_tested for r in reports), sum(r.num_accepted for r in reports)
-    steps, emitted = sum(r.num_steps for r in reports), sum(r.num_emitted for r in reports)
+    names = ("num_drafted", "num_tested", "num_accepted", "num_steps", "num_emitted")
+    sums: dict[str, int] = {name: sum(getattr(output.report, name) for output in outputs) for name in names}
+    tested, steps = sums["num_tested"], sums["num_steps"]
     return PairNumbers(
         temperature=temperature,
         num_prompts=len(outputs),
         spec_length=spec_length,
-        num_drafted=sum(r.num_drafted for r in reports),
-        num_tested=tested,
-        num_accepted=accepted,
-        num_steps=steps,
-        num_emitted=emitted,
-        alpha_hat=accepted / tested if tested else None,
-        mean_accepted_length=emitted / steps if steps else None,
+        alpha_hat=sums["num_accepted"] / tested if tested else None,
+        mean_accepted_length=sums["num_emitted"] / steps if steps else None,
+        **sums,
     )
 
 

@@ -134,11 +134,10 @@ class Stored:
         self._wanted = [source.layers.index(k) for k in layers]
         self._starts: dict[int, int] = {}
         end = 0
-        for sample in samples:
+        for num, sample in enumerate(samples, 1):
             self._starts[sample.number] = end
             end += len(sample.ids)
-        for num, sample in enumerate(samples, 1):
-            if self._starts[sample.number] + len(sample.ids) > self.file.num_tokens:
+            if end > self.file.num_tokens:
                 self.file.write(self._starts[sample.number], source.of(sample))
                 say(num, len(samples))
         self._rows: NDArray[Any] = self.file.rows() if samples else np.empty(0)

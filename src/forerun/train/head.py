@@ -185,7 +185,12 @@ def prepare(
         raise BadOption(f"--out {config.out} would write over the target, in {config.out / 'model'}: choose another")
     if before is not None:  # may refuse, so before hours of storing
         before.go_on(head, model, tokenizer.num_ids)
-    source = _source(config, model, module.layers(method_options, model.config), samples, options, say)
+    layers = module.layers(method_options, model.config)
+    stored = layers if config.features is None else stored_layers(config.features, layers)
+    computed = Recomputed(model, stored, max((len(sample.ids) for sample in samples), default=1))
+    source: FeatureSource = computed
+    if config.features is not None:
+        source = Stored(config.features, samples, computed, layers, facts_of(model, options), say)
     data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
     if before is None:
         head.begin(data.batch(step) for step in range(max(1, config.fit_tokens // config.tokens_per_step)))
@@ -272,18 +277,3 @@ def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[
         num_tokens += len(sample.ids)
         chosen.append(sample)
     return chosen, file.options
-
-
-def _source(
-    config: HeadConfig,
-    model: LoadedModel,
-    layers: tuple[int, ...],
-    samples: list[Sample],
-    options: Mapping[str, Any],
-    say: Callable[[int, int], None],
-) -> FeatureSource:
-    longest = max((len(sample.ids) for sample in samples), default=1)
-    if config.features is None:
-        return Recomputed(model, layers, longest)
-    source = Recomputed(model, stored_layers(config.features, layers), longest)
-    return Stored(config.features, samples, source, layers, facts_of(model, options), say)

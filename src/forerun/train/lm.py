@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class LanguageModel:
     teacher: TorchModel | None
     earlier: Sequence[TorchModel]
     ops: TrainingOps
+    rates: Mapping[str, float] = field(default_factory=dict)  # none differs from the usual one
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -100,11 +101,6 @@ class LanguageModel:
         """
         names = ("shape", "loss", "teacher", "after", "seed")
         return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
-
-    @property
-    def rates(self) -> Mapping[str, float]:
-        """The learning rates that differ from the usual rate (see `Task`): none."""
-        return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound, UnsupportedModel, shown
+from forerun.errors import UnsupportedModel, shown
+from forerun.text.files import read_text_file
 
 LOG = logging.getLogger(__name__)
 BETWEEN = re.compile(r"[\s,]*")
@@ -25,8 +26,8 @@ PEOPLE = ("human", "user")
 def read_questions(paths: Seq[Path]) -> list[str]:
     """Return the different questions in the files `paths`, in order. Entries without a question are left out.
 
-    Raises NotFound for a file that cannot be read, and UnsupportedModel for a file of another kind or without a
-    question.
+    Raises NotFound for a file that cannot be read, BadOption for text that is not UTF-8, and UnsupportedModel for a
+    file of another kind or without a question.
     """
     questions = dict[str, None]()
     for path in paths:
@@ -41,11 +42,7 @@ def read_questions(paths: Seq[Path]) -> list[str]:
 
 
 def _entries(path: Path) -> Iterator[Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise NotFound(f"the file {shown(str(path))} cannot be read ({reason}): name another") from error
+    text = read_text_file(path, "file of questions")
     try:
         if path.suffix == ".json":
             yield from _listed(text, path)

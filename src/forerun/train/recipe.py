@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,8 @@ def make(
     if not state.is_sampled:
         sampling = _sampling_of(config, opened.files.spec.max_positions)
         layers = method.layers(options, opened.files.spec)
-        state = _sample(
-            config, sampling, layers, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock
-        )
+        writing = partial(write, sampling, target, dtype=dtype, ops=ops)
+        state = _sample(config, state, writing, layers, quiet, say, clock)
     begun = clock()
     checkpoint = opened.load()
     run = _run_of(config, state, opened.files.spec.hidden_size)
@@ -172,13 +172,9 @@ def planned(
 
 def _sample(
     config: DrafterConfig,
-    sampling: SampleConfig,
-    layers: tuple[int, ...],
     state: State,
-    target: str | None,
-    *,
-    dtype: str,
-    ops: str,
+    writing: Callable[..., Progress],
+    layers: tuple[int, ...],
     quiet: bool,
     say: Callable[[str], None],
     clock: Callable[[], float],
@@ -186,7 +182,8 @@ def _sample(
     """Let the target write samples until the time for sampling is over, or all questions are answered.
 
     The target writes at least LEAST_TOKENS tokens; if the questions end earlier, BadOption is raised. Returns the new
-    state. sampling: the options of the sampling. layers: the layers of the target after which hidden states are stored.
+    state. writing: lets the target write, see `sampling.write`. layers: the layers of the target after which
+    hidden states are stored.
     """
     begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
     num_tokens = 0
@@ -212,7 +209,7 @@ def _sample(
 
         recording = Recording(config.out / FEATURES, layers, compute)
         try:
-            write(sampling, target, look, tell=begin, dtype=dtype, ops=ops, recording=recording)
+            writing(look, tell=begin, recording=recording)
         except _TimeIsUp:
             pass
         except BadOption:

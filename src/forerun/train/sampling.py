@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from forerun.engine.llm import LLM
 from forerun.train.config import SampleConfig
+from forerun.train.evaluate import counted
 from forerun.train.questions import read_questions
 from forerun.train.recording import Recording
 from forerun.train.samples import SampleWriter, begun_with, read_samples
 from forerun.train.stopping import Stopped
 from forerun.train.texts import packaged_texts, read_texts
 from forerun.train.writing import Frame, Lengths, Shares, Writer, longest
-from forerun.types import StepReport
 
 MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
 
@@ -72,7 +72,8 @@ def write(
         )
         file = SampleWriter(config.out, writer.options())
         start, had = time.perf_counter(), file.num_tokens
-        end = llm.listen(_hearing(tell))
+        tell("writing the first texts")
+        end = llm.listen(counted(lambda num: tell(f"writing the first texts, {num:,} tokens so far")))
 
         def progress(file: SampleWriter) -> Progress:
             return Progress(file.num_tokens, file.num_tokens - had, time.perf_counter() - start)
@@ -89,22 +90,8 @@ def write(
         except KeyboardInterrupt:
             raise Stopped(f"{file.num_tokens:,} tokens") from None
         finally:
-            end()
             file.close()
         return progress(file)
-
-
-def _hearing(tell: Callable[[str], None]) -> Callable[[StepReport], None]:
-    """Return a listener that tells how many tokens the target has written, for the time before the first sample."""
-    num_tokens = 0
-
-    def hear(report: StepReport) -> None:
-        nonlocal num_tokens
-        num_tokens += report.num_committed
-        tell(f"writing the first texts, {num_tokens:,} tokens so far")
-
-    tell("writing the first texts")
-    return hear
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:

@@ -82,10 +82,8 @@ def measure(
     for i, ids in enumerate(texts, 1):
         p_rows, q_rows = (_logits(runner, ids[:longest]) for runner in runners)
         for p_logits, q_logits in zip(p_rows, q_rows, strict=True):
-            rank = (
-                int((q_logits > q_logits[p_logits.argmax()]).sum()) if p_logits.argmax() < len(q_logits) else num_ranks
-            )
-            if rank < num_ranks:
+            best = p_logits.argmax()
+            if best < len(q_logits) and (rank := int((q_logits > q_logits[best]).sum())) < num_ranks:
                 shares[0, rank] += 1
             q = np.zeros(len(p_logits))
             q[: len(q_logits)] = _softmax(q_logits)[: len(p_logits)]

@@ -6,15 +6,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C in a run that has kept its work. at: the place from which a later run goes on, such as "step 57"."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__(at)
-        self.at = at
+    """Ctrl-C in a run that has kept its work. Its text is where a later run goes on, such as "step 57"."""
 
 
 @contextmanager
@@ -27,11 +23,11 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    frames = list[FrameType | None]()
-    signal.signal(signal.SIGINT, lambda number, frame: frames.append(frame))
+    came = list[tuple[Any, Any]]()
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if frames:
-        before(signal.SIGINT, frames[-1])
+    if came:
+        before(*came[-1])

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
 from forerun.errors import BadOption, NotFound
-from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.fingerprint import fingerprint
 from forerun.train.samples import Sample, SampleWriter
@@ -105,18 +104,6 @@ class Frame:
     after: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, template: ChatTemplate, encode: Callable[[str], list[int]]) -> Frame:
-        """Return the frame of a template. For this, render a conversation, and cut it at the user's text.
-
-        encode: returns the ids of a text. Raises BadOption if the template changes the user's text.
-        """
-        text = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
-        before, mark, after = text.partition(MARK)
-        if not mark:
-            raise BadOption("the chat template does not print a user's text as it is: sample with --chat 0 --task 0")
-        return cls(tuple(encode(before)), tuple(encode(after)))
-
-    @classmethod
     def opens_a_turn(cls, llm: LLM) -> bool:
         """Return whether a model's chat template puts ids before the user's text.
 
@@ -130,11 +117,15 @@ class Frame:
 
     @classmethod
     def of_model(cls, llm: LLM) -> Frame:
-        """Return the frame of a model's chat template.
+        """Return the frame of a model's chat template. For this, render a conversation, and cut it at the user's text.
 
         Raises NotFound if the model has no template, and BadOption if the template changes the user's text.
         """
-        return cls.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
+        text = llm.chat_template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
+        before, mark, after = text.partition(MARK)
+        if not mark:
+            raise BadOption("the chat template does not print a user's text as it is: sample with --chat 0 --task 0")
+        return cls(*(tuple(llm.tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)))
 
 
 @dataclass(frozen=True)
@@ -202,9 +193,7 @@ class Writer:
             "weights": fingerprint(llm.checkpoint.model),
             "precision": llm.checkpoint.model.precision,
             "seed": self.seed,
-            "chat": self.shares.chat,
-            "task": self.shares.task,
-            "text": self.shares.text,
+            **vars(self.shares),
             "passage_tokens": list(self.lengths.passage),
             "question_tokens": self.lengths.question,
             "answer_tokens": self.lengths.answer,
@@ -291,10 +280,9 @@ class Writer:
                     (sample, recorded), end = done.pop(out.next_number), out.num_tokens
                     is_new = out.append(sample)
                     num_repeated = 0 if is_new else num_repeated + 1
+                    # After the sample: features that a kill loses are computed by the next run.
                     if is_new and recording is not None and recorded is not None:
-                        recording.write(
-                            end, recorded
-                        )  # after the sample: features that a kill loses are computed by the next run
+                        recording.write(end, recorded)
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(

@@ -481,18 +481,7 @@ class Packing:
                 )
             )
             left -= n
-        first = parts[0]
         if left:
-            parts.append(
-                Batch(
-                    torch.zeros(left, dtype=torch.int64),
-                    torch.full((left,), -1),
-                    torch.zeros(left, dtype=torch.int64),
-                    torch.zeros(left, dtype=torch.bool),
-                    torch.zeros(left, *first.layers.shape[1:], dtype=torch.bfloat16),
-                    torch.zeros(left, *first.hidden.shape[1:], dtype=torch.bfloat16),
-                    torch.zeros(left, dtype=torch.int64),
-                    torch.zeros(left),
-                )
-            )
+            padding = {name: rows.new_zeros(left, *rows.shape[1:]) for name, rows in vars(parts[0]).items()}
+            parts.append(Batch(**{**padding, "text": torch.full((left,), -1)}))
         return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__))
