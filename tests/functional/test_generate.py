@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun.functional import (
+    MultinomialProcessor,
     autoregressive_generate,
     beam_search_generate,
     ngram_assisted_speculative_generate,
@@ -21,6 +22,9 @@ from functional.modules import PROMPT, NewerModule, ToyModule, generated, module
 
 KINDS = ("gpt2", "llama", "qwen2", "t5", "bart")
 NUM = 20
+WHOLE: dict[str, Any] = {"max_gen_len": NUM, "eos_tokens_id": None}
+CACHED: dict[str, Any] = {**WHOLE, "use_cache": True}
+TOY = ToyModel(7, 1)
 GAMMAS = [pytest.param(gamma, marks=() if gamma in (1, 5) else pytest.mark.parity) for gamma in range(1, 9)]
 
 
@@ -69,9 +73,7 @@ def assert_same_or_tied(kind: str, inputs: list[int], ours: list[int], theirs: l
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_that_of_generate(kind: str, gamma: int, use_cache: bool) -> None:
     target, drafter = pair(kind)
-    ids, rate = speculative_generate(
-        PROMPT, drafter, target, gamma=gamma, max_gen_len=NUM, eos_tokens_id=None, use_cache=use_cache
-    )
+    ids, rate = speculative_generate(PROMPT, drafter, target, gamma=gamma, use_cache=use_cache, **WHOLE)
     assert_same_or_tied(kind, PROMPT, ids, expected(kind))
     assert 0 < rate < 1  # drafts were right, and wrong
 
@@ -80,12 +82,11 @@ def test_greedy_is_that_of_generate(kind: str, gamma: int, use_cache: bool) -> N
 def test_other_functions_say_the_same(kind: str) -> None:
     """Alone, with n-grams, by entropy, and with the drafts of a module that knows nothing of the target."""
     target, drafter = pair(kind)
-    options = {"max_gen_len": NUM, "eos_tokens_id": None, "use_cache": True}
     said = [
-        autoregressive_generate(PROMPT, target, **options),
-        ngram_assisted_speculative_generate(PROMPT, target, **options)[0],
-        speculative_generate(PROMPT, drafter, target, use_egag=True, gamma_min=2, egag_ema_beta=0.5, **options)[0],
-        speculative_generate(PROMPT, module_of(kind, seed=3), target, first_target=False, **options)[0],
+        autoregressive_generate(PROMPT, target, **CACHED),
+        ngram_assisted_speculative_generate(PROMPT, target, **CACHED)[0],
+        speculative_generate(PROMPT, drafter, target, use_egag=True, gamma_min=2, egag_ema_beta=0.5, **CACHED)[0],
+        speculative_generate(PROMPT, module_of(kind, seed=3), target, first_target=False, **CACHED)[0],
     ]
     for ids in said:
         assert_same_or_tied(kind, PROMPT, ids, expected(kind))
@@ -95,9 +96,7 @@ def test_other_functions_say_the_same(kind: str) -> None:
 def test_the_target_as_its_own_drafter_is_always_right(kind: str) -> None:
     """Which it would not be with a wrong cache, a wrong start or a wrong encoder."""
     target = pair(kind)[0]
-    ids, rate = speculative_generate(
-        PROMPT, target, target, max_gen_len=NUM, gamma=3, eos_tokens_id=None, use_cache=True
-    )
+    ids, rate = speculative_generate(PROMPT, target, target, gamma=3, **CACHED)
     assert_same_or_tied(kind, PROMPT, ids, expected(kind))
     assert rate == 1
 
@@ -106,8 +105,8 @@ def test_the_target_as_its_own_drafter_is_always_right(kind: str) -> None:
 def test_several_inputs_give_lists(kind: str) -> None:
     target, drafter = pair(kind)
     inputs = [PROMPT, [7], [50, 51, 50]]
-    ids, rates = speculative_generate(inputs, drafter, target, max_gen_len=NUM, eos_tokens_id=None, use_cache=True)
-    assert ids == autoregressive_generate(inputs, target, max_gen_len=NUM, eos_tokens_id=None)
+    ids, rates = speculative_generate(inputs, drafter, target, **CACHED)
+    assert ids == autoregressive_generate(inputs, target, **WHOLE)
     for own, said in zip(inputs, ids, strict=True):
         assert_same_or_tied(kind, own, said, expected(kind, tuple(own)))
     assert len(rates) == 3
@@ -116,7 +115,7 @@ def test_several_inputs_give_lists(kind: str) -> None:
 
 def test_a_sliding_window_is_a_matter_of_the_mask() -> None:
     target = module_of("mistral")
-    ids, rate = speculative_generate(PROMPT, noisy(target), target, max_gen_len=NUM, eos_tokens_id=None, use_cache=True)
+    ids, rate = speculative_generate(PROMPT, noisy(target), target, **CACHED)
     assert ids == generated(target, PROMPT, NUM)
     assert rate > 0
 
@@ -140,7 +139,7 @@ def test_the_encoder_runs_once_and_its_keys_stay(kind: str) -> None:
         keys.add(layer.keys.data_ptr())
 
     target.register_forward_hook(look)
-    ids, _ = speculative_generate(PROMPT, drafter, target, max_gen_len=NUM, eos_tokens_id=None, use_cache=True)
+    ids, _ = speculative_generate(PROMPT, drafter, target, **CACHED)
     assert_same_or_tied(kind, PROMPT, ids, expected(kind))
     assert (len(runs), len(keys)) == (2, 1)
 
@@ -167,11 +166,9 @@ def test_equal_sources_are_run_once(kind: str) -> None:
 def test_tuples_hold_what_was_kept_and_no_token_is_run_twice(form: type[ToyModule], cross: bool) -> None:
     toy = ToyModel(7, 1, ToyTable(scale=2.0))
     near = ToyModel(7, 2, ToyTable(distance=1.0), near=toy)
-    plain = autoregressive_generate([1, 2, 3], ToyModule(toy), max_gen_len=NUM, eos_tokens_id=None)
+    plain = autoregressive_generate([1, 2, 3], ToyModule(toy), **WHOLE)
     target, drafter = form(toy, cross=cross), form(near, cross=cross)
-    ids, rate = speculative_generate(
-        [1, 2, 3], drafter, target, gamma=4, max_gen_len=NUM, eos_tokens_id=None, use_cache=True
-    )
+    ids, rate = speculative_generate([1, 2, 3], drafter, target, gamma=4, **CACHED)
     assert ids == plain
     assert 0 < rate < 1
     assert target.calls[0] == (0, 2)  # the prompt, but its last token
@@ -190,14 +187,14 @@ def test_an_end_inside_a_draft_ends_the_output(use_cache: bool) -> None:
 
 
 def test_the_target_ends_where_its_positions_do() -> None:
-    target = ToyModule(ToyModel(7, 1), max_positions=10)
+    target = ToyModule(TOY, max_positions=10)
     ids, _ = speculative_generate([1, 2, 3], target, target, eos_tokens_id=None, use_cache=True)
     assert len(ids) == 7
     assert speculative_generate([1] * 10, target, target, eos_tokens_id=None) == ([], 0.0)
 
 
 def test_nothing_drafted_has_the_rate_0() -> None:
-    target = ToyModule(ToyModel(7, 1))
+    target = ToyModule(TOY)
     assert speculative_generate([1], target, target, max_gen_len=1)[1] == 0.0
     assert speculative_generate([1], target, target, max_gen_len=0) == ([], 0.0)
 
@@ -214,10 +211,8 @@ class Placed(ToyModule):
 
 def test_ids_go_to_the_device_of_each_module() -> None:
     """A device that holds no numbers shows where they were sent."""
-    ids, _ = speculative_generate(
-        [1, 2], Placed(ToyModel(7, 1)), ToyModule(ToyModel(7, 1)), max_gen_len=4, eos_tokens_id=None
-    )
-    assert ids == autoregressive_generate([1, 2], ToyModule(ToyModel(7, 1)), max_gen_len=4, eos_tokens_id=None)
+    ids, _ = speculative_generate([1, 2], Placed(TOY), ToyModule(TOY), **WHOLE)
+    assert ids == autoregressive_generate([1, 2], ToyModule(TOY), **WHOLE)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
@@ -225,16 +220,13 @@ def test_ids_go_to_the_device_of_each_module() -> None:
 def test_drafter_and_target_on_two_devices(kind: str) -> None:
     target, drafter = pair(kind)
     other = copy.deepcopy(drafter).to("cuda")
-    options = {"max_gen_len": NUM, "eos_tokens_id": None, "use_cache": True}
-    assert_same_or_tied(kind, PROMPT, speculative_generate(PROMPT, other, target, **options)[0], expected(kind))
-    on_cuda = speculative_generate(PROMPT, drafter, copy.deepcopy(target).to("cuda"), **options)[0]
+    assert_same_or_tied(kind, PROMPT, speculative_generate(PROMPT, other, target, **CACHED)[0], expected(kind))
+    on_cuda = speculative_generate(PROMPT, drafter, copy.deepcopy(target).to("cuda"), **CACHED)[0]
     assert_same_or_tied(kind, PROMPT, on_cuda, expected(kind))
 
 
 def test_torch_seeds_the_draws() -> None:
-    from forerun.functional import MultinomialProcessor
-
-    target, said = ToyModule(ToyModel(7, 1)), []
+    target, said = ToyModule(TOY), []
     for _ in range(2):
         torch.manual_seed(5)
         said.append(speculative_generate([1], target, target, logits_processor=MultinomialProcessor(1.0)))

@@ -90,9 +90,7 @@ def test_an_input_is_a_source_as_in_the_engine(kind: str, drafts_with_one: bool)
     speculating = speculate_with(module, draft=drafted, pacing_policy="fixed", spec_length=3)
     begun = torch.tensor([[module.config.decoder_start_token_id, 9, 8]])
     for inputs in (PROMPT, PROMPT[2:]):
-        settings = {"do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
-        said = module.generate(torch.tensor([inputs]), decoder_input_ids=begun, max_new_tokens=NUM, **settings)
-        wanted = said[0, 3:].tolist()
+        wanted = generated(module, inputs, NUM, decoder_input_ids=begun)[2:]
         for out in speculating.generate(inputs, params):
             assert (out.prompt_ids, out.token_ids) == (inputs, wanted)
     for runner in (speculating.engine.runner, *speculating.engine.drafter.first.runners):

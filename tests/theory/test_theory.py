@@ -9,6 +9,7 @@ import pytest
 
 from forerun.theory import formulas, lenience, simulate
 from forerun.theory.landscape import landscape
+from refusals import refusal
 
 # Best (gamma, speed-up) by alpha, for c = .02, .1, .333. At alpha = .7, c = .333 it is 2.19 / 1.666 = 1.31.
 BEST = {
@@ -17,6 +18,7 @@ BEST = {
     0.8: [(11, 3.82), (6, 2.47), (3, 1.48)],
     0.9: [(19, 6.37), (10, 3.43), (5, 1.76)],
 }
+PAIRS = np.random.default_rng(0).dirichlet(np.full(5, 0.5), size=(50, 2))
 
 
 def test_k9():
@@ -76,9 +78,7 @@ def test_the_oracle_gains_about_sixty_percent():
 def test_acceptance_of_two_distributions():
     p, q = (0.5, 0.3, 0.2), (0.2, 0.6, 0.2)
     assert formulas.acceptance(p, q) == pytest.approx(0.7)  # K1
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+    for p, q in PAIRS:
         tv = 1 - formulas.acceptance(p, q)
         assert (1 - tv) / (1 + tv) - 1e-12 <= formulas.match_acceptance(p, q) <= 1 - tv + 1e-12
     assert formulas.match_acceptance([1, 0], [0, 1]) == 0
@@ -104,18 +104,14 @@ def test_k11_mean_over_a_beta_distribution():
 def test_alpha_hat():
     assert formulas.alpha_hat(0, 0) is None
     assert formulas.alpha_hat(3, 4) == 0.75
-    with pytest.raises(ValueError, match="impossible"):
-        formulas.alpha_hat(5, 4)
+    assert "impossible" in refusal(ValueError, formulas.alpha_hat, 5, 4)
 
 
 @pytest.mark.parametrize("call", [lambda: formulas.expected_tokens(1.1, 2), lambda: formulas.expected_tokens(0.5, -1)])
 def test_impossible_arguments(call):
-    with pytest.raises(ValueError, match="alpha must be in"):
-        call()
-    with pytest.raises(ValueError, match="cannot be"):
-        formulas.speedup(0.5, 2, -0.1)
-    with pytest.raises(ValueError, match="cannot be"):
-        simulate.rounds(0.5, 2, 1, seed=0)
+    assert "alpha must be in" in refusal(ValueError, call)
+    assert "cannot be" in refusal(ValueError, formulas.speedup, 0.5, 2, -0.1)
+    assert "cannot be" in refusal(ValueError, simulate.rounds, 0.5, 2, 1, seed=0)
 
 
 def test_theory_needs_numpy_alone():
@@ -135,15 +131,12 @@ def test_expected_tokens_of_counts_are_the_posterior_mean():
     assert formulas.expected_tokens_beta(8, 2, 0) == 1
     draws = np.random.default_rng(1).beta(3.0, 2.0, 400_000)
     assert formulas.expected_tokens_beta(3, 2, 5) == pytest.approx(sum((draws**i).mean() for i in range(6)), abs=0.01)
-    with pytest.raises(ValueError, match="impossible"):
-        formulas.expected_tokens_beta(-1, 2, 2)
+    assert "impossible" in refusal(ValueError, formulas.expected_tokens_beta, -1, 2, 2)
 
 
 def test_divergence():
     """Corollary 3.4: symmetric, in [0, 1], with both ends reached; Lemma 3.3 ties it to the acceptance."""
-    generator = np.random.default_rng(3)
-    for _ in range(50):
-        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+    for p, q in PAIRS:
         found = formulas.lk_divergence(p, q)
         assert 0 <= found <= 1
         assert found == pytest.approx(formulas.lk_divergence(q, p), abs=1e-15)
@@ -161,8 +154,7 @@ def test_appendix_a2():
 def test_mean_acceptance_is_corollary_3_6():
     pairs = [((0.5, 0.3, 0.2), (0.2, 0.6, 0.2)), ((1, 0, 0), (0.25, 0.5, 0.25))]
     assert formulas.mean_acceptance(pairs) == pytest.approx((0.7 + 0.25) / 2)
-    with pytest.raises(ValueError, match="no contexts"):
-        formulas.mean_acceptance([])
+    assert "no contexts" in refusal(ValueError, formulas.mean_acceptance, [])
 
 
 def test_the_formula_that_counts_a_token_twice():
@@ -205,15 +197,12 @@ def test_k2_lenience():
     assert lenience.lenience_price(p, q, 0.8) == pytest.approx(0.075)
     assert lenience.lenient_probs(p, q, 1.0) == pytest.approx(p)
     assert lenience.lenient_acceptance(p, q, 1.0) == pytest.approx(0.7)
-    generator = np.random.default_rng(4)
-    for _ in range(50):
-        p, q = generator.dirichlet(np.full(5, 0.5), size=2)
+    for p, q in PAIRS:
         found = lenience.lenient_probs(p, q, 0.4)
         assert found.sum() == pytest.approx(1)
         assert (found <= p / 0.4 + 1e-12).all(), "no id has more than p / l"
         assert np.abs(found - p).sum() / 2 == pytest.approx(lenience.lenience_price(p, q, 0.4), abs=1e-12)
-    with pytest.raises(ValueError, match="must be in"):
-        lenience.lenient_probs(p, q, 0)
+    assert "must be in" in refusal(ValueError, lenience.lenient_probs, p, q, 0)
 
 
 def test_lenience_at_temperature_zero():
@@ -225,10 +214,8 @@ def test_lenience_at_temperature_zero():
 
 
 def test_impossible_lengths():
-    with pytest.raises(ValueError, match="at least one token"):
-        formulas.speedup_of_length(0.5, 2, 0.1, 0)
-    with pytest.raises(ValueError, match="must hold"):
-        landscape([1.2], 3, 0.1)
+    assert "at least one token" in refusal(ValueError, formulas.speedup_of_length, 0.5, 2, 0.1, 0)
+    assert "must hold" in refusal(ValueError, landscape, [1.2], 3, 0.1)
 
 
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(4, 1), (4, 2), (5, 3), (3, 3)])
@@ -252,5 +239,4 @@ def test_distinct_experts_of_rows_that_share_them():
     assert formulas.distinct_experts(128, 8, rows, 1.0) == pytest.approx(8)
     assert formulas.distinct_experts(128, 8, rows, 0.5) == pytest.approx((independent + 8) / 2)
     for given in ((8, 9, 1), (8, 0, 1), (8, 2, 0), (8, 2, 1, 1.1)):
-        with pytest.raises(ValueError, match="chooses at least one"):
-            formulas.distinct_experts(*given)
+        assert "chooses at least one" in refusal(ValueError, formulas.distinct_experts, *given)

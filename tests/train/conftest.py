@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,11 @@ from forerun.train.config import LoopConfig, TrainConfig
 from forerun.train.model import TorchModel, deepen, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
 from forerun.train.shape import ModelShape
+from forerun.train.stopping import Stopped
+from train.written import chatting
+
+Make = Callable[..., TrainConfig]
+Interrupt = Callable[[int, Callable[[], Any]], None]
 
 
 def module_text(name: str, count: int) -> str:
@@ -48,7 +56,7 @@ def tiny_config(out: Path, text: Path, **overrides: Any) -> TrainConfig:
 
 
 @pytest.fixture
-def tiny(sources: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+def tiny(sources: Path, tmp_path: Path) -> Make:
     """Makes the configuration of a tiny run in a folder of the test's own."""
     return lambda out="run", **overrides: tiny_config(tmp_path / out, sources, **overrides)
 
@@ -77,7 +85,7 @@ def read_log(config: LoopConfig) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in lines]
 
 
-def computes_as_transformers(config: TrainConfig, named: str, tolerance: float) -> tuple[TorchModel, RequestOutput]:
+def check_exported(config: TrainConfig, named: str, tolerance: float) -> tuple[TorchModel, RequestOutput]:
     """Assert that a run's checkpoint is a model of that name for transformers, and computes and writes the same there.
 
     Returns it as it is trained, and what the engine writes where it drafts for itself.
@@ -137,28 +145,38 @@ def check_command(sizes: str, text: Path, out: Path, shape: ModelShape) -> None:
     assert read_shape(out / "model") == shape
 
 
-Interrupt = Callable[[int, Callable[[], Any]], None]
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random target with a chat template."""
+    return chatting(tmp_path_factory.mktemp("target") / "model", max_positions=1024)
+
+
+@contextmanager
+def ctrl_c_behind(owner: Any, function: str, num: int) -> Iterator[None]:
+    """Let Ctrl-C come once in a `with` block: behind the call number `num` of a function of a class or module."""
+    real, calls = getattr(owner, function), itertools.count(1)
+
+    def stopping(*given: Any) -> Any:
+        value = real(*given)
+        torch.rand(3)  # as a head that draws
+        if next(calls) == num:
+            signal.raise_signal(signal.SIGINT)
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, function, stopping)
+        yield
 
 
 @pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Interrupt:
-    """Runs a training that is stopped before a step, when its state has been saved."""
+def interrupt() -> Interrupt:
+    """Runs a training that Ctrl-C stops behind a step."""
 
-    def until(step: int, train: Callable[[], Any]) -> None:
-        real_step = loop.train_step
+    def behind(step: int, train: Callable[[], Any]) -> None:
+        with ctrl_c_behind(loop, "train_step", step), pytest.raises(Stopped, match=f"^step {step}$"):
+            train()
 
-        def stop(run: loop.Run) -> tuple[float, float]:
-            if run.step == step:
-                loop.save_state(run)
-                raise KeyboardInterrupt
-            return real_step(run)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(loop, "train_step", stop)
-            with pytest.raises(KeyboardInterrupt):
-                train()
-
-    return until
+    return behind
 
 
 @pytest.fixture(autouse=True)

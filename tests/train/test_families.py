@@ -1,6 +1,5 @@
 """A model whose layers keep states and a mixture of experts are trained as a llama is; transformers loads both."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,22 +8,13 @@ import torch
 
 from forerun.errors import BadOption
 from forerun.train import lm, losses
-from forerun.train.config import TrainConfig
 from forerun.train.model import initial_weights, run_windows
 from forerun.train.shape import ModelShape
 from refusals import refusal
-from train.conftest import (
-    Interrupt,
-    check_command,
-    check_deepened,
-    check_resumed,
-    computes_as_transformers,
-    read_log,
-)
+from train.conftest import Interrupt, Make, check_command, check_deepened, check_exported, check_resumed, read_log
 
 HYBRID = ModelShape(32, 4, 4, 2, 64, 300, family="qwen3_5_text")
 MIXTURE = ModelShape(32, 2, 4, 2, 32, 300, family="qwen3_moe", num_experts=4, num_chosen=2)
-Make = Callable[..., TrainConfig]
 either = pytest.mark.parametrize("shape", [HYBRID, MIXTURE], ids=["hybrid", "mixture"])
 
 
@@ -33,7 +23,7 @@ def test_the_checkpoint_is_of_its_family_for_transformers_and_the_engine(tiny: M
     config = tiny("target", shape=shape)
     lm.train(config, quiet=True)
     named, tolerance = ("Qwen3_5ForCausalLM", 1e-4) if shape is HYBRID else ("Qwen3MoeForCausalLM", 1e-5)
-    computes_as_transformers(config, named, tolerance)
+    check_exported(config, named, tolerance)
 
 
 @either

@@ -3,22 +3,18 @@
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.train import card, lm
-from forerun.train.config import TrainConfig
 from forerun.train.evaluate import read_prompts
 from forerun.train.questions import read_questions
 from forerun.train.texts import counting
 from forerun.train.tokenizer import load_tokenizer
 from refusals import refusal
-from train.conftest import run_command
-
-Make = Callable[..., TrainConfig]
+from train.conftest import Make, run_command
 
 
 def test_prompts_are_texts_under_either_name(tmp_path: Path) -> None:

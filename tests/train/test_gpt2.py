@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,17 @@ from forerun.train.shape import ModelShape
 from refusals import refusal
 from train.conftest import (
     Interrupt,
+    Make,
     check_command,
     check_deepened,
+    check_exported,
     check_resumed,
-    computes_as_transformers,
     read_log,
     tiny_config,
 )
 
 SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
 SMALL = ModelShape(16, 1, 2, 2, 32, 300, max_positions=32, family="gpt2")
-Make = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def trained(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCon
 
 def test_the_checkpoint_is_a_gpt2_for_transformers_and_the_engine(trained: TrainConfig) -> None:
     """Its weights have all moved, so that a bias or norm that one side leaves out shows in the logits."""
-    ours, output = computes_as_transformers(trained, "GPT2LMHeadModel", 1e-5)
+    ours, output = check_exported(trained, "GPT2LMHeadModel", 1e-5)
     assert ours.config.tied
     for name, weight in ours.weights.items():
         still = 0.0 if name.endswith(".bias") else 1.0

@@ -27,15 +27,9 @@ from forerun.train.samples import Samples, read_samples
 from forerun.train.sampling import write
 from forerun.types import Sequence
 from refusals import refusal
-from train.written import chatting
 
 METHOD = "eagle:draft_vocab=200,steps=2"
 HOURS = 120 / 3600  # readings of the clock: 72 samples, and steps
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chatting(tmp_path_factory.mktemp("target") / "model", max_positions=1024)
 
 
 def loaded(target: Path) -> Checkpoint:

@@ -34,14 +34,9 @@ ALL_KINDS = Shares(0.5, 0.25, 0.25)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chatting(tmp_path_factory.mktemp("target") / "model")
-
-
-@pytest.fixture(scope="module")
-def writer(folder: Path) -> Writer:
+def writer(target: Path) -> Writer:
     """On operators whose rows do not depend on the batch."""
-    return writer_of(folder, shares=ALL_KINDS, ops="reference_row_by_row")
+    return writer_of(target, shares=ALL_KINDS, ops="reference_row_by_row")
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +60,11 @@ def test_a_day_later_it_goes_on_as_it_was_begun(tmp_path: Path, monkeypatch: pyt
 
     def written(path: Path, num_tokens: int) -> bytes:
         how = "--question-tokens 12 --answer-tokens 24 --passage-tokens 16 --ops reference_row_by_row --quiet"
-        run_command(f"sample --target {folder} --out {path} --num-tokens {num_tokens} --chat 1 {how}")
+        run_command(f"sample --target {target} --out {path} --num-tokens {num_tokens} --chat 1 {how}")
         return path.read_bytes()
 
-    folder = chatting(tmp_path / "model", "{{ strftime_now('%d') }}" + TEMPLATE)
-    config = folder / "config.json"
+    target = chatting(tmp_path / "model", "{{ strftime_now('%d') }}" + TEMPLATE)
+    config = target / "config.json"
     config.write_text(config.read_text(encoding="utf-8").replace('_embeddings": 256', '_embeddings": 512'))
     today, other = date(2026, 11, 26), date(2026, 11, 27)
     monkeypatch.setattr(sandbox, "datetime", SimpleNamespace(now=lambda: today))
@@ -80,9 +75,9 @@ def test_a_day_later_it_goes_on_as_it_was_begun(tmp_path: Path, monkeypatch: pyt
     assert written(tmp_path / "another", 400) != whole
 
 
-def test_a_file_without_a_frame_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_file_without_a_frame_goes_on(target: Path, tmp_path: Path) -> None:
     """One of before, when files had none; and one of continuations, where it is other shares that are refused."""
-    writer = writer_of(folder, shares=ALL_KINDS, ops="reference")
+    writer = writer_of(target, shares=ALL_KINDS, ops="reference")
     options = writer.options()
     how = {"seed": 0, "lengths": writer.lengths}
     older = {name: value for name, value in options.items() if name != "frame"}
@@ -95,12 +90,12 @@ def test_a_file_without_a_frame_goes_on(folder: Path, tmp_path: Path) -> None:
         SampleWriter(tmp_path / "texts", Writer(writer.llm, TEXTS, shares=ALL_KINDS, begun=begun, **how).options())
 
 
-def test_every_kind_is_what_the_target_says(writer: Writer, whole: Path, folder: Path) -> None:
+def test_every_kind_is_what_the_target_says(writer: Writer, whole: Path, target: Path) -> None:
     found = read_samples(whole)
     assert {sample.kind for sample in found.samples} == {"chat", "task", "text"}
     assert {sample.temperature for sample in found.samples} == set(TEMPERATURES)
     assert [s.number for s in found.samples] == sorted(s.number for s in found.samples)
-    llm = LLM(str(folder), draft="none", max_seq_len=256, calibrate=False, ops="reference_row_by_row")
+    llm = LLM(str(target), draft="none", max_seq_len=256, calibrate=False, ops="reference_row_by_row")
     greedy = [s for s in found.samples if s.temperature == 0 and 0 < s.answer_at < len(s.ids)]
     assert {sample.kind for sample in greedy} >= {"chat", "text"}
     for sample in greedy[:6]:
@@ -133,9 +128,9 @@ def test_a_beginning_that_was_there_is_left_out(writer: Writer, whole: Path, tmp
     assert len(read_samples(tmp_path / "twice").samples) == 2
 
 
-def test_texts_that_are_used_up_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_texts_that_are_used_up_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="too few different passages"):
-        write(writer_of(folder, ["one line"], ops="reference"), tmp_path / "samples", 10**6)
+        write(writer_of(target, ["one line"], ops="reference"), tmp_path / "samples", 10**6)
 
 
 def test_a_file_goes_on_with_passages_of_other_texts(
@@ -188,26 +183,26 @@ def test_repetition_is_found_at_its_third_time() -> None:
     assert looped([*long, *long, 99, *long], 0) is None
 
 
-def test_texts_that_are_not_read_decide_nothing(folder: Path) -> None:
+def test_texts_that_are_not_read_decide_nothing(target: Path) -> None:
     """So that conversations can go on after packages, and with them the default texts, have changed."""
-    one, other = (writer_of(folder, [text], shares=Shares(1, 0, 0), ops="reference") for text in ("some", "other"))
+    one, other = (writer_of(target, [text], shares=Shares(1, 0, 0), ops="reference") for text in ("some", "other"))
     assert one.options() == other.options()
 
 
-def test_a_text_begins_as_one_that_a_user_gives(folder: Path, tmp_path: Path) -> None:
+def test_a_text_begins_as_one_that_a_user_gives(target: Path, tmp_path: Path) -> None:
     """With the id that begins a sequence, where a tokenizer puts one before a text."""
     copy = tmp_path / "begins"
-    shutil.copytree(folder, copy)
+    shutil.copytree(target, copy)
     backend = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
     first = backend.id_to_token(7)
     backend.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 7)])
     backend.save(str(copy / "tokenizer.json"))
     for shares, begins in ((Shares(0, 0, 1), True), (Shares(0, 1, 0), False), (Shares(1, 0, 0), False)):
-        plain, own = (writer_of(path, shares=shares, ops="reference") for path in (folder, copy))
+        plain, own = (writer_of(path, shares=shares, ops="reference") for path in (target, copy))
         for number in range(4):
             wanted = plain.plan(number).prompt
             assert own.plan(number).prompt == ((7, *wanted) if begins else wanted)
-    both = [writer_of(path, ops="reference").llm.tokenizer for path in (folder, copy)]
+    both = [writer_of(path, ops="reference").llm.tokenizer for path in (target, copy)]
     assert [first_ids(tokenizer) for tokenizer in both] == [(), (7,)]
     assert [tokenizer.encode("a river")[0] == 7 for tokenizer in both] == [False, True]
 
@@ -232,14 +227,14 @@ def test_shares_must_be_shares() -> None:
     assert Shares(0.8, 0.2, 1 - 0.8 - 0.2).kind(0.999999) == "task"
 
 
-def test_a_template_that_opens_no_turn_has_no_conversations(folder: Path) -> None:
+def test_a_template_that_opens_no_turn_has_no_conversations(target: Path) -> None:
     """As that of the shipped model: the target would be given nothing to go on from."""
-    assert Frame.opens_a_turn(writer_of(folder).llm)
+    assert Frame.opens_a_turn(writer_of(target).llm)
     bare = writer_of("shipped").llm
     assert not Frame.opens_a_turn(bare)
     config = SampleConfig(out=Path())
     assert shares_of(config, bare) == Shares(0, 0, 1)
-    assert vars(shares_of(config, writer_of(folder).llm)) == pytest.approx({"chat": 0.7, "task": 0.15, "text": 0.15})
+    assert vars(shares_of(config, writer_of(target).llm)) == pytest.approx({"chat": 0.7, "task": 0.15, "text": 0.15})
     assert shares_of(replace(config, chat=0.5), bare) == Shares(0.5, 0.25, 0.25)
     assert shares_of(replace(config, chat=0.5, task=0.5), bare) == Shares(0.5, 0.5, 0)
     assert "--chat 0" in refusal(BadOption, writer_of, "shipped", shares=ALL_KINDS)
@@ -272,10 +267,10 @@ def test_questions_are_read_from_files_of_every_form(tmp_path: Path) -> None:
     assert "cannot be read (No such file" in refusal(NotFound, read_questions, [tmp_path / "d.json"])
 
 
-def test_a_conversation_begins_with_a_question_that_was_given(folder: Path, tmp_path: Path) -> None:
+def test_a_conversation_begins_with_a_question_that_was_given(target: Path, tmp_path: Path) -> None:
     """Each once, those alone that are short enough; a killed run goes on to the same bytes, and not with others."""
     asked = [f"{i} rivers?" for i in range(40)]
-    llm = writer_of(folder, ops="reference_row_by_row").llm
+    llm = writer_of(target, ops="reference_row_by_row").llm
     how: dict[str, Any] = {"seed": 0, "shares": Shares(0.6, 0.2, 0.2), "lengths": Lengths((4, 8), 12, 24)}
     whole = write(Writer(llm, TEXTS, [*asked, "too long " * 40], **how), tmp_path / "whole", NUM_TOKENS)
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
