@@ -81,9 +81,8 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     texts = [text for _, text in latency.read_prompts(1_000_000, plan.prompt_file)]
     console = make_console()
     sizes = _Sizes.of(config, plan)
-    checkpoint = _with_positions(
-        load_widened(measured_target(config, plan.shape), plan.shape, console), sizes.max_seq_len, console
-    )
+    checkpoint = load_widened(measured_target(config, plan.shape), plan.shape, console)
+    checkpoint = _with_positions(checkpoint, sizes.max_seq_len, console)
     llms = _build(checkpoint, config, plan, sizes, console)
     spare_what_is_loaded()
     prompts = Prompts([i for text in texts for i in checkpoint.text_tokenizer.encode(text)])
@@ -246,12 +245,10 @@ class _Clock:
 
     def until(self, is_done: Callable[[], bool]) -> list[_Gap]:
         """Run steps until is_done(), and return the gaps that end in these steps."""
-        end, gaps = self._llm.engine.listen(self._hear), list[_Gap]()
-        try:
+        gaps = list[_Gap]()
+        with latency.heard(self._llm.engine, self._hear):
             while not is_done():
                 gaps += self._step()
-        finally:
-            end()
         return gaps
 
     def _hear(self, report: StepReport) -> None:

@@ -150,12 +150,8 @@ late: no drafter reads a prompt beside the target, so all of it is caught up aft
 
 def print_summary(lines: Seq[Line], plain: str, console: Console) -> None:
     """Print the largest gap over the median after the long prompt's first token, beside that of plain decoding."""
-    told = {
-        line.variant: "{:.2f} ({:.2f} to {:.2f})".format(
-            line.behind_max_over_median.median, *line.behind_max_over_median.range
-        )
-        for line in lines
-    }
+    ratios = {line.variant: line.behind_max_over_median for line in lines}
+    told = {name: "{:.2f} ({:.2f} to {:.2f})".format(ratio.median, *ratio.range) for name, ratio in ratios.items()}
     ceiling = told.pop(plain)
     others = "".join(f"{variant} {number}; " for variant, number in told.items())
     console.print(

@@ -23,6 +23,7 @@ import typer
 import forerun.sampling.pipeline as pipeline
 from benchmarks.start import start
 from benchmarks.tool_questions import QUESTIONS, TOOLS
+from forerun.bench.latency import heard
 from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, table
 from forerun.cli.bench import JsonFile, keep
@@ -155,19 +156,12 @@ def share(llm: LLM, draft: str | None, whitespace: str, num: int, max_tokens: in
                 rows.append((seconds[0], step.seconds))
             seconds[0] = 0.0
 
-        end = llm.listen(hear)
-        for i in range(num):
-            schemas = schemas_of(i % len(QUESTIONS))
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0.7,
-                seed=i,
-                draft=draft,
-                json_schema={"anyOf": list(schemas)},
-                json_whitespace=whitespace,
-            )
-            llm.generate(QUESTIONS[i % len(QUESTIONS)].text, params)
-        end()
+        with heard(llm, hear):
+            for i in range(num):
+                schema = {"anyOf": list(schemas_of(i % len(QUESTIONS)))}
+                held: dict[str, Any] = {"json_schema": schema, "json_whitespace": whitespace}
+                params = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=i, draft=draft, **held)
+                llm.generate(QUESTIONS[i % len(QUESTIONS)].text, params)
     taken, whole = np.array(rows).T
     each = 100 * taken / whole
     return Share(

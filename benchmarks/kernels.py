@@ -20,15 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernel_operators import (
-    Call,
-    Operator,
-    batch_of,
-    cache_behind,
-    operators,
-    random_weights,
-    torch_products,
-)
+from benchmarks import kernel_operators
 from benchmarks.peers import set_num_threads
 from benchmarks.start import start
 from forerun import native
@@ -148,7 +140,7 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
     ops, quantization = _make_ops(plan), _quantization(plan.dtype)
     dtype = "bfloat16" if quantization else plan.dtype
     kind = _kind(plan.dtype)
-    weights = random_weights(plan.config, dtype, quantization=quantization, kind=kind)
+    weights = kernel_operators.random_weights(plan.config, dtype, quantization=quantization, kind=kind)
     model = CpuModel(ops, plan.config, weights, consume=True)
     console.print(
         f"{num_parameters(plan.config):,} random weights ({describe(plan.config)}), "
@@ -160,7 +152,9 @@ def run(plan: KernelsPlan) -> dict[str, Any]:
         torch.set_num_threads(1)  # torch's threads would spin beside those that are measured
         bandwidths: list[float] = []
         most_rows = max(*plan.rows, plan.prefill_tokens)
-        lines = measure(operators(model, ops, most_rows, plan.context, plan.contexts), plan, bandwidths)
+        lines = measure(
+            kernel_operators.operators(model, ops, most_rows, plan.context, plan.contexts), plan, bandwidths
+        )
         console.print(table_of(lines, plan.rows[0]))
         prefill = measure_prefill(model, plan, ops.num_threads)
     _print_notes(prefill, bandwidths, plan, console)
@@ -211,7 +205,7 @@ def _make_ops(plan: KernelsPlan) -> CpuOps:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(found: Seq[Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
+def measure(found: Seq[kernel_operators.Operator], plan: KernelsPlan, bandwidths: list[float]) -> list[Line]:
     """Measure every operator at every number of rows.
 
     Appends the readings of the fastest probe to `bandwidths`, in bytes per second.
@@ -247,11 +241,11 @@ def _of_the_fastest(rounds: Seq[Mapping[str, float]]) -> list[float]:
     return [read[best] for read in rounds]
 
 
-def _prefill_rows(operator: Operator, plan: KernelsPlan) -> tuple[int, ...]:
+def _prefill_rows(operator: kernel_operators.Operator, plan: KernelsPlan) -> tuple[int, ...]:
     return (plan.prefill_tokens,) if operator.prefill else ()
 
 
-def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
+def _time_rows(operator: kernel_operators.Operator, plan: KernelsPlan) -> dict[int, float]:
     """Return the median seconds of one run for each number of rows, which take turns; a prompt runs once."""
     calls = {num_rows: operator.prepare(num_rows) for num_rows in plan.rows}
     for call in calls.values():
@@ -267,13 +261,13 @@ def _time_rows(operator: Operator, plan: KernelsPlan) -> dict[int, float]:
     return {num_rows: median(values) for num_rows, values in taken.items()}
 
 
-def _seconds(call: Call) -> float:
+def _seconds(call: kernel_operators.Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _line(operator: Operator, num_rows: int, samples: Samples, bandwidths: Seq[float]) -> Line:
+def _line(operator: kernel_operators.Operator, num_rows: int, samples: Samples, bandwidths: Seq[float]) -> Line:
     one = median(samples.seconds) / operator.num_parts
     around = [(bandwidths[i] + bandwidths[i + 1]) / 2 for i in samples.probes]
     fractions = [operator.num_bytes / s / b for s, b in zip(samples.seconds, around, strict=True)]
@@ -297,13 +291,13 @@ def measure_prefill(model: CpuModel, plan: KernelsPlan, num_threads: int) -> Pre
     instructions its bfloat16 is far behind.
     """
     config, num = model.config, plan.prefill_tokens
-    batch, cache = batch_of(config, 0, num), cache_behind(model, 0, num)
+    batch, cache = kernel_operators.batch_of(config, 0, num), kernel_operators.cache_behind(model, 0, num)
 
     def own() -> None:
         torch.set_num_threads(1)
         model.forward(batch, cache)
 
-    def of_torch(products: Call) -> Call:
+    def of_torch(products: kernel_operators.Call) -> kernel_operators.Call:
         def call() -> None:
             torch.set_num_threads(num_threads)
             products()
@@ -312,7 +306,7 @@ def measure_prefill(model: CpuModel, plan: KernelsPlan, num_threads: int) -> Pre
         return call
 
     dtypes = dict.fromkeys((torch_dtype(model.weight_dtype), torch.float32))
-    calls = {dtype: of_torch(torch_products(config, dtype, num)) for dtype in dtypes}
+    calls = {dtype: of_torch(kernel_operators.torch_products(config, dtype, num)) for dtype in dtypes}
     dtype = min(calls, key=lambda dtype: _seconds(calls[dtype]))
     own()
     pairs = [(_seconds(own), _seconds(calls[dtype])) for _ in range(plan.num_repeats)]

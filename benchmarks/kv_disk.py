@@ -238,15 +238,9 @@ def command(
             f"{found.read_new:.2f} GB/s: {found.part_new:.2f}; into memory that is there at {found.restored:.2f} and "
             f"{found.read:.2f} GB/s: {found.part:.2f}"
         )
-    record: dict[str, Any] = {
-        "bench": "kv_disk",
-        "target": target,
-        "draft": draft,
-        "spec_length": spec_length,
-        "kills": counts,
-    }
-    record |= {"ceiling": asdict(ceiling), "kept_tokens": [shelf.num_tokens for shelf in shelves]}
-    keep(record | {"lines": [asdict(line) for line in lines], **found._asdict()}, json_file)
+    about = {"bench": "kv_disk", "target": target, "draft": draft, "spec_length": spec_length, "kills": counts}
+    measured = {"ceiling": asdict(ceiling), "kept_tokens": [shelf.num_tokens for shelf in shelves], **found._asdict()}
+    keep({**about, **measured, "lines": [asdict(line) for line in lines]}, json_file)
 
 
 if __name__ == "__main__":

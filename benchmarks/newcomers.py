@@ -235,9 +235,8 @@ def _repeat(bench: _Bench, reading: LLM, whole: LLM, other: LLM, plan: Newcomers
 
     with bench.streaming(other) as heard:
         heard.wait(ALONE_STEPS)
-        stop_keeping = other.listen(keep_step)
-        beside_stream_s = bench.while_read(reading, long, lambda is_read: None)
-        stop_keeping()
+        with latency.heard(other, keep_step):
+            beside_stream_s = bench.first_token_s(reading, long)
     return Run(
         step_s=step_s,
         other_step_s=median(steps_s),

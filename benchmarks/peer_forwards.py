@@ -19,20 +19,9 @@ from typing import Any, Protocol, cast
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import peers
 from benchmarks.peer_process import Pass, PeerError, Question
 from benchmarks.peer_results import OWN, Range
-from benchmarks.peers import (
-    Engine,
-    PeersPlan,
-    about_own,
-    checked,
-    open_target,
-    print_engines,
-    say,
-    set_num_threads,
-    start_peers,
-    weights_of,
-)
 from forerun import ops
 from forerun.bench import latency
 from forerun.bench.bandwidth import Probes
@@ -95,13 +84,13 @@ def planned(
     known = ForwardsPlan.__dataclass_fields__
     for name, value in {"draft": draft, **given}.items():
         if name not in known and value is not None:
-            flag = "--draft" if name == "draft" else flag_of(PeersPlan.__dataclass_fields__[name])
+            flag = "--draft" if name == "draft" else flag_of(peers.PeersPlan.__dataclass_fields__[name])
             raise BadOption(f"{flag} contradicts --forward, which runs single passes of the target: drop one")
     ascending: dict[str, Any] = {"contexts": tuple(sorted(set(contexts)))} if contexts else {}
     return ForwardsPlan(tuple(sorted(set(rows))), **given, **ascending)
 
 
-class Forwarding(Engine, Protocol):
+class Forwarding(peers.Engine, Protocol):
     """An engine that runs single passes."""
 
     def forward(self, past: list[int], ids: list[int], place: int) -> Pass: ...
@@ -114,13 +103,13 @@ Passes = Mapping[Key, Seq[Pass]]  # one of each round
 def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
     """Measure, print tables, and return all of it for JSON. Raises UserError for what cannot be measured."""
     console = make_console()
-    config = checked(config, plan.pythons)
-    num_threads = set_num_threads(plan.num_threads)
+    config = peers.checked(config, plan.pythons)
+    num_threads = peers.set_num_threads(plan.num_threads)
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         work = plan.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forerun-peers-")))
-        path, checkpoint = open_target(config, plan.shape, work)
-        model, weights = checkpoint.model, weights_of(config, path)
+        path, checkpoint = peers.open_target(config, plan.shape, work)
+        model, weights = checkpoint.model, peers.weights_of(config, path)
         _refuse_too_long(plan, model)
         console.print(f"target: {num_parameters(model.config):,} parameters ({describe(model.config)}), {weights}")
         ceiling = print_ceiling(model, console)
@@ -137,10 +126,10 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
             worker=WORKER,
         )
         own = OwnForward(model, config, plan.num_tokens, len(plan.contexts), weights)
-        engines: list[Forwarding] = [own, *start_peers(plan.pythons, question, left_out, stack)]
+        engines: list[Forwarding] = [own, *peers.start_peers(plan.pythons, question, left_out, stack)]
         bandwidths: list[float] = []
         passes = measure(engines, text_of(checkpoint, plan.num_tokens), plan, left_out, bandwidths)
-    print_engines(engines, left_out, sum(one.seconds for some in passes.values() for one in some), console)
+    peers.print_engines(engines, left_out, sum(one.seconds for some in passes.values() for one in some), console)
     lines = lines_of(passes)
     console.print(table_of(lines, plan))
     read = {m: bytes_of(model, median(own.num_experts[m])) for m in plan.rows}
@@ -153,7 +142,7 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
             "by rows of forerun's passes, the experts of a layer that they chose, and the share of the memory's speed "
             f"at which they read these and all other weights: {chosen}"
         )
-    about: dict[str, Any] = {
+    return {
         "bench": "peer forwards",
         "target": checkpoint.name,
         "plan": plan.record("folder", "pythons"),
@@ -164,8 +153,9 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
         "own_share_of_bandwidth": share,
         "own_shares_of_bandwidth": shares,
         "own_num_experts": {m: median(own.num_experts[m]) for m in plan.rows},
+        **record_of([], model, [], ceiling),
+        "lines": [asdict(line) for line in lines],
     }
-    return {**about, **record_of([], model, [], ceiling), "lines": [asdict(line) for line in lines]}
 
 
 def _refuse_too_long(plan: ForwardsPlan, model: LoadedModel) -> None:
@@ -201,7 +191,7 @@ class OwnForward:
     ) -> None:
         self.name = OWN
         self.idle_cpu_s = 0.0
-        self.about = about_own(model, weights)
+        self.about = peers.about_own(model, weights)
         cache = BlockCache.of(
             model,
             cast(Backend, config.kv_cache_backend),
@@ -247,7 +237,7 @@ def measure(
     probes = Probes("cpu")
     passes = [(place, context, m) for m in plan.rows for place, context in enumerate(plan.contexts)]
     for i in range(1 + plan.num_repeats):
-        say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")
+        peers.say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")
         bytes_per_s, found = probes.read().bytes_per_s, dict[Key, Pass]()
         for place, context, num_rows in latency.rotated(passes, i):
             fits = ends[place] + num_rows <= context + plan.span_tokens(context)

@@ -72,9 +72,8 @@ from forerun.types import SamplingParams
 WARM_UP_TOKENS = 16
 LOOKUP_MAX_N = 3  # for all engines; it is lookup's default
 GGUF_POSITIONS = 4096  # of llama.cpp's cache, prompt and output
-DISK_COPIES = (
-    2.2  # a working folder has the weights twice, as the checkpoint and as a peer's conversion, and small files
-)
+# A working folder has the weights twice, as the checkpoint and as a peer's conversion, and small files.
+DISK_COPIES = 2.2
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
         print_kinds(by_kind, console)
     print_notes(lines, measured, names, console)
     drafts = [] if own.draft is None else [own.draft.model]
-    about: dict[str, Any] = {
+    return {
         "bench": "peers",
         "target": own.checkpoint.name,
         "plan": plan.record("folder", "pythons", "llama_server"),
@@ -177,8 +176,9 @@ def run(config: EngineConfig, plan: PeersPlan) -> dict[str, Any]:
         "by_kind": [asdict(line) for line in by_kind],
         "prompt_tokens": [len(one) for one in ids],
         "new_tokens": lengths,
+        **record_of([], model, drafts, ceiling),
+        "lines": [asdict(line) for line in lines],
     }
-    return {**about, **record_of([], model, drafts, ceiling), "lines": [asdict(line) for line in lines]}
 
 
 def print_engines(engines: Seq[Engine], left_out: Mapping[str, str], busy_s: float, console: Console) -> None:

@@ -147,7 +147,7 @@ def run(config: EngineConfig, plan: AnswersPlan) -> dict[str, Any]:
         f"{sum(lengths) / len(lengths):.1f} tokens in the mean; a request that runs with others has its tokens' share "
         "of their seconds"
     )
-    about: dict[str, Any] = {
+    return {
         "bench": "peers_t5",
         "target": checkpoint.name,
         "draft": draft.name,
@@ -156,8 +156,9 @@ def run(config: EngineConfig, plan: AnswersPlan) -> dict[str, Any]:
         "left_out": left_out,
         "prompts": names * plan.num_repeats,
         "new_tokens": lengths,
+        **record_of([], model, [own.draft.model], ceiling),
+        "lines": [asdict(line) for line in lines],
     }
-    return {**about, **record_of([], model, [own.draft.model], ceiling), "lines": [asdict(line) for line in lines]}
 
 
 def in_turns(tasks: Seq[Task], num: int) -> tuple[list[str], list[str]]:

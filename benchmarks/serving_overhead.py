@@ -21,7 +21,7 @@ from benchmarks.serving import ServingPlan, bodies_of, path_of, read_prompts
 from benchmarks.serving_client import CHAT, Run, Server, run_load
 from benchmarks.serving_results import Line, lines_of, record_of
 from benchmarks.serving_servers import cpu_s_of, forerun_command, free_port, started
-from forerun.bench.latency import progress_bar, rotated
+from forerun.bench.latency import heard, progress_bar, rotated
 from forerun.bench.tables import Column, table
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -138,9 +138,8 @@ def _measure(
         elif way == TEXTS:
             made = asyncio.run(_with_texts(llm, ids[repeat], params, at_once, repeat))
         else:
-            end = llm.listen(steps.append)
-            made = _alone(llm, ids[repeat], params, at_once, repeat)
-            end()
+            with heard(llm, steps.append):
+                made = _alone(llm, ids[repeat], params, at_once, repeat)
         cpu_s, after_s = time.process_time() - cpu_s, cpu_s_of(server.pid)
         progress.advance(task)
         if before_s is None or after_s is None:

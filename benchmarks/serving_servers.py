@@ -103,10 +103,8 @@ def started(name: str, command: Seq[str], port: int, *, is_own: bool) -> Iterato
 
 def _engine_variables() -> set[str]:
     """What the command line says already: variables that would say it again, or otherwise."""
-    return {f"FORERUN_{option.name.upper()}" for option in fields(EngineConfig)} | {
-        "FORERUN_CONFIG",
-        *COMMAND_VARIABLES,
-    }
+    names = {f"FORERUN_{option.name.upper()}" for option in fields(EngineConfig)}
+    return names | {"FORERUN_CONFIG", *COMMAND_VARIABLES}
 
 
 @contextmanager

@@ -23,21 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import throughput_results as results
 from benchmarks.start import measuring, start
-from benchmarks.throughput_results import (
-    AGAIN,
-    AUTO,
-    COSTS,
-    NOTES,
-    PLAIN,
-    RATES,
-    WRONG,
-    Counts,
-    bars_of,
-    fixed_name,
-    lines_of,
-    print_bars,
-)
 from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
@@ -111,12 +98,12 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
     _warm_up(llms, prompts)
     with latency.progress_bar() as progress:
         runs = _measure(llms, prompts, plan, progress)
-    lines = lines_of(runs, plan.spec_lengths)
-    bars = bars_of(lines)
+    lines = results.lines_of(runs, plan.spec_lengths)
+    bars = results.bars_of(lines)
     drafts = latency.draft_models(llm.engine.drafter.first for llm in llms.values())
-    for part in (table(lines, RATES), "", table(lines, COSTS), NOTES):
+    for part in (table(lines, results.RATES), "", table(lines, results.COSTS), results.NOTES):
         console.print(part)
-    print_bars(bars, console)
+    results.print_bars(bars, console)
     _print_hits(runs, console)
     return {
         "bench": "throughput",
@@ -188,9 +175,8 @@ def _build(
     """One engine per variant over the same weights, each with room for the largest batch and no more."""
     longest = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens)
     most = max(plan.concurrencies)
-    blocks = (
-        -(-longest // PAGED_BLOCK_TOKENS) + 1
-    )  # a request is admitted only with a block to spare for all that may grow
+    # A request is admitted only with a block to spare for all that may grow.
+    blocks = -(-longest // PAGED_BLOCK_TOKENS) + 1
     options: dict[str, Any] = {
         **config.options(),
         "max_batch_size": most,
@@ -200,16 +186,16 @@ def _build(
     }
     draft = latency.loaded_once(config.draft, checkpoint, config.ignored_config_keys)
     auto = {"pacing": config.pacing or "auto", "spec_length": config.spec_length}
-    wanted: dict[str, dict[str, Any]] = {PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
-    wanted[AGAIN] = wanted[PLAIN]
+    wanted: dict[str, dict[str, Any]] = {results.PLAIN: {"draft": "none", "pacing": "fixed", "spec_length": None}}
+    wanted[results.AGAIN] = wanted[results.PLAIN]
     for length in plan.spec_lengths:
-        wanted[fixed_name(length)] = {"draft": draft, "pacing": "fixed", "spec_length": length}
-    wanted[AUTO] = {"draft": draft, **auto}
+        wanted[results.fixed_name(length)] = {"draft": draft, "pacing": "fixed", "spec_length": length}
+    wanted[results.AUTO] = {"draft": draft, **auto}
     if plan.wrong_drafter:
-        wanted[WRONG] = {"draft": "lookup", **auto}
+        wanted[results.WRONG] = {"draft": "lookup", **auto}
     llms = {name: LLM(checkpoint, **{**options, **own}) for name, own in wanted.items()}
     if plan.wrong_drafter:
-        engine = llms[WRONG].engine
+        engine = llms[results.WRONG].engine
         engine.drafter.members[engine.drafter.main] = AlwaysWrong(never_emitted(engine.runner, prompts[0]))
     return llms
 
@@ -244,32 +230,29 @@ class _Meter:
         self.variant, self.llm = variant, llm
         runner = llm.engine.drafter.first.runner
         self._clock = None if runner is None else latency.ForwardClock(runner)
-        self._grants = None if variant in (PLAIN, AGAIN) else _Grants(llm.engine.pacing)
-        self.counts = Counts(variant, 0, 0)
+        self._grants = None if variant in (results.PLAIN, results.AGAIN) else _Grants(llm.engine.pacing)
+        self.counts = results.Counts(variant, 0, 0)
         self._going: list[Request] = []
         self._waiting: Iterator[tuple[Seq[int], SamplingParams]] = iter(())
         self._last = 0.0
 
     def begin(self, wanted: Seq[tuple[Seq[int], SamplingParams]], concurrency: int, repeat: int) -> None:
         """Get ready to keep `concurrency` of the wanted requests going."""
-        self.counts = Counts(self.variant, concurrency, repeat)
+        self.counts = results.Counts(self.variant, concurrency, repeat)
         self._waiting, self._going = iter(wanted), list[Request]()
 
     def advance(self) -> bool:
         """Step for a slice of time, and count; False when fewer are going than there should be, and cut these off."""
         if self._clock is not None:
             self._clock.take()
-        end, began = self.llm.engine.listen(self._note), time.perf_counter()
-        self._last = began
-        try:
+        self._last = began = time.perf_counter()
+        with latency.heard(self.llm.engine, self._note):
             while self._last - began < SLICE_S:
                 if not self._fill():
                     for request in self._going:
                         self.llm.engine.abort(request)
                     return False
                 self.llm.engine.step()
-        finally:
-            end()
         return True
 
     def _fill(self) -> bool:
@@ -297,7 +280,9 @@ class _Meter:
         counts.forward_s += report.target_forward_s + draft_s
 
 
-def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan, progress: Progress) -> list[Counts]:
+def _measure(
+    llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan, progress: Progress
+) -> list[results.Counts]:
     meters = [_Meter(name, llm) for name, llm in llms.items()]
     task = progress.add_task("measuring", total=plan.num_repeats * len(plan.concurrencies) * len(meters))
     runs = []
@@ -331,9 +316,9 @@ def _turns(plan: ThroughputPlan) -> Iterator[tuple[int, int, int]]:
     return ((repeat, concurrency, turn) for turn, (repeat, concurrency) in enumerate(pairs))
 
 
-def _print_hits(runs: Seq[Counts], console: Console) -> None:
+def _print_hits(runs: Seq[results.Counts], console: Console) -> None:
     """Say so where the drafter that is to be always wrong was right."""
-    hits = sum(counts.num_accepted for counts in runs if counts.variant == WRONG)
+    hits = sum(counts.num_accepted for counts in runs if counts.variant == results.WRONG)
     if hits:
         console.print(f"the drafter that is to be always wrong was right {hits} times")
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.start import start
 from benchmarks.tool_questions import QUESTIONS, TOOLS, Question
-from forerun.bench.latency import rotated
+from forerun.bench.latency import heard, rotated
 from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, Ratio, table
 from forerun.cli.bench import JsonFile, keep
@@ -80,11 +80,10 @@ def answer(llm: LLM, number: int, question: Question, way: str, max_tokens: int)
         nonlocal steps
         steps += 1
 
-    end = llm.listen(count)
-    began = time.perf_counter()
-    (out,) = llm.chat(messages, params, tools=tools, tool_choice="required", parallel_tool_calls=False)
-    seconds = time.perf_counter() - began
-    end()
+    with heard(llm, count):
+        began = time.perf_counter()
+        (out,) = llm.chat(messages, params, tools=tools, tool_choice="required", parallel_tool_calls=False)
+        seconds = time.perf_counter() - began
     function = None
     if len(out.tool_calls) == 1:
         name, arguments = out.tool_calls[0].name, out.tool_calls[0].arguments

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from benchmarks.paper_work import Work
 from forerun.bench.exhibits import Coloured, Exhibit, Token, Tokens, Value
-from forerun.bench.latency import read_prompts
+from forerun.bench.latency import heard, read_prompts
 from forerun.bench.tables import Column
 from forerun.bench.widen import num_parameters
 from forerun.engine.llm import LLM
@@ -28,13 +28,10 @@ def figure_1(target: Checkpoint, draft: Checkpoint, seed: int, recipe: str) -> E
     """Return a sampled text, one line for each pass of the target, coloured by what became of the guesses."""
     llm = LLM(target, draft=draft, spec_length=5, max_batch_size=1)
     reports: list[StepReport] = []
-    end = llm.listen(reports.append, detail=True)
-    try:
-        (_, prompt), *_ = read_prompts(1)
-        params = SamplingParams(max_tokens=FIGURE_TOKENS, temperature=1, seed=seed, acceptance="ratio", ignore_eos=True)
+    (_, prompt), *_ = read_prompts(1)
+    params = SamplingParams(max_tokens=FIGURE_TOKENS, temperature=1, seed=seed, acceptance="ratio", ignore_eos=True)
+    with heard(llm, reports.append, detail=True):
         (output,) = llm.generate(prompt, params)
-    finally:
-        end()
     left: int | None = output.prompt_ids[-1]
     rows: list[tuple[Value, ...]] = []
     lines: list[Tokens] = []

@@ -15,9 +15,8 @@ TITLE = "Tokens of a round: independent acceptances, and those of the texts"
 
 def make(work: Work) -> Iterator[Exhibit]:
     """Make it for the pair without an encoder."""
-    lengths = work.plan.spec_lengths
     recipe = work.recipe(NAME, "num_tokens", "ngram", "spec_lengths")
-    yield independence(work.alphas, NAME, TITLE, lengths, recipe)
+    yield independence(work.alphas, NAME, TITLE, work.plan.spec_lengths, recipe)
 
 
 def independence(found: Found, name: str, title: str, spec_lengths: Seq[int], recipe: str) -> Exhibit:

@@ -41,8 +41,7 @@ def make(work: Work) -> Iterator[Exhibit]:
         f"Target: {described(found.target)}{widened}, {found.ceiling.bytes_per_s / 1e9:.0f} GB/s, on {work.machine}; "
         f"{num_prompts} held-out prompts of {plan.max_tokens} tokens."
     )
-    options = ("shape", "num_prompts", "max_tokens", "num_repeats", "spec_lengths")
-    recipe = plan.recipe(NAME, config.target, *options)
+    recipe = plan.recipe(NAME, config.target, "shape", "num_prompts", "max_tokens", "num_repeats", "spec_lengths")
     yield table_2(found, sizes, about, recipe)
     yield table_4_measured(found, sizes, about, recipe)
 

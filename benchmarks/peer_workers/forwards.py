@@ -87,10 +87,8 @@ class OpenvinoForward:
         self._requests = [compiled.create_infer_request() for _ in range(question["num_places"])]
         self._held: dict[int, list[int]] = defaultdict(list)
         self.settings: worker.Settings = {}
-        types = {
-            name: compiled.get_property(name).get_type_name()  # the type that openvino really uses
-            for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
-        }
+        names = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
+        types = {name: compiled.get_property(name).get_type_name() for name in names}  # which openvino really uses
         self.about = (
             f"openvino {importlib.metadata.version('openvino')} without genai: "
             f"{', '.join(f'{name} {value}' for name, value in types.items())}, weights stored as "

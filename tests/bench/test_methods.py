@@ -26,6 +26,7 @@ from forerun.drafters import Drafter
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError
 from forerun.types import Budget, Coins, Draft, Sequence, StepReport
+from refusals import refusal
 
 KINDS = ["chat", "summary", "edit", "question", "list", "story"]
 
@@ -168,8 +169,7 @@ def test_policies_and_rules_are_compared_as_drafters_are(
         measured(drafts=("suffix:shape=tree",), acceptances=("block",))
     absent = EngineConfig(target=str(tmp_path / "absent"))
     for wrong in ({"pacings": ("autos",)}, {"acceptances": ("blocks",)}):  # refused before a model is read
-        with pytest.raises(BadOption, match="did you mean"):
-            run(absent, MethodsPlan(**wrong))
+        assert "did you mean" in refusal(BadOption, run, absent, MethodsPlan(**wrong))
 
 
 def test_one_flag_may_name_several_specs() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import refusals
 from benchmarks import paper, paper_alpha
 from benchmarks.paper_exhibits import beams_t5, table_2_t5
 from benchmarks.paper_plan import MEASURED, ROOM, PaperPlan
@@ -43,14 +44,10 @@ def write_prompts(file: Path, num: int) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as --pair takes it, with three draft models and two tasks."""
     made = tmp_path_factory.mktemp("pair")
-    drafts = {
-        "draft-a": {"num_layers": 1, "num_decoder_layers": 1},
-        "draft-b": {"num_decoder_layers": 1},
-        "draft-c": {},
-    }
-    for name, sizes in {"target": {}, **drafts}.items():
+    smaller = {"draft-a": {"num_layers": 1, "num_decoder_layers": 1}, "draft-b": {"num_decoder_layers": 1}}
+    for name in ("target", "draft-a", "draft-b", "draft-c"):
         (made / name).mkdir()
-        write_t5(made / name, 1, **sizes)
+        write_t5(made / name, 1, **smaller.get(name, {}))
     for task in ("summary", "translation", "other"):
         write_prompts(made / f"{task}.jsonl", 8)
     return made
@@ -210,9 +207,7 @@ def test_beams_say_what_plain_beams_say(work: Work) -> None:
 
 def refusal(plan: PaperPlan, target: Path | None = None) -> str:
     config = EngineConfig() if target is None else EngineConfig.make(target=str(target))
-    with pytest.raises((BadOption, NotFound)) as caught:
-        paper.run(plan, config)
-    return str(caught.value)
+    return refusals.refusal((BadOption, NotFound), paper.run, plan, config)
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import venv
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def test_the_command_without_peers(
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
     """transformers on the shipped draft model, which drafts for itself."""
-    process = PeerProcess("transformers", Path(sys.executable), question(tmp_path_factory.mktemp("work")))
-    yield process
-    process.close()
+    work = tmp_path_factory.mktemp("work")
+    with closing(PeerProcess("transformers", Path(sys.executable), question(work))) as process:
+        yield process
 
 
 def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: Path) -> None:
@@ -137,21 +138,21 @@ def test_a_peer_that_cannot_load_says_why(bare_python: Path, tmp_path: Path) -> 
 def test_what_an_engine_does_not_run(bare_python: Path, tmp_path: Path) -> None:
     """Each engine says what it does not run; where llama.cpp is absent, how to get it."""
     folder = question(tmp_path)
-    with pytest.raises(PeerError, match=r"it runs GGUF files, .* name a file, as in --target model\.gguf"):
-        PeerProcess("llama.cpp", bare_python, folder)
-    with pytest.raises(PeerError, match="it runs bfloat16 weights here, and int8 was asked for"):
-        PeerProcess("transformers", bare_python, dataclasses.replace(folder, weights="int8"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     file = dataclasses.replace(folder, target=tmp_path / "model.gguf")
-    with pytest.raises(PeerError, match=r"there is no llama-server on the path: build one .* --llama-server build/"):
-        PeerProcess("llama.cpp", bare_python, file)
-    with pytest.raises(PeerError, match="it runs GGUF files, and the draft model draft is a folder: name a file"):
-        PeerProcess("llama.cpp", bare_python, dataclasses.replace(file, server=bare_python))
+    served = dataclasses.replace(file, server=bare_python)
     passes = dataclasses.replace(file, worker=peer_forwards.WORKER)
-    with pytest.raises(PeerError, match="it runs checkpoint folders here, and the target is a GGUF file"):
-        PeerProcess("openvino", bare_python, passes)
-    with pytest.raises(PeerError, match=r"has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"):
-        PeerProcess("llama.cpp", bare_python, passes)
+    rounded = dataclasses.replace(folder, weights="int8")
+    for name, asked, sentence in (
+        ("llama.cpp", folder, r"it runs GGUF files, .* name a file, as in --target model\.gguf"),
+        ("transformers", rounded, "it runs bfloat16 weights here, and int8 was asked for"),
+        ("llama.cpp", file, "there is no llama-server on the path: build one .* --llama-server build/"),
+        ("llama.cpp", served, "it runs GGUF files, and the draft model draft is a folder: name a file"),
+        ("openvino", passes, "it runs checkpoint folders here, and the target is a GGUF file"),
+        ("llama.cpp", passes, "has no llama_cpp; make an .*--no-binary.* add --llama-cpp-python peer-llama"),
+    ):
+        with pytest.raises(PeerError, match=sentence):
+            PeerProcess(name, bare_python, asked)
 
 
 # ------------------------------------------------------------------------------------------------------- GGUF files
@@ -203,8 +204,7 @@ def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
     target.touch()
     draft.touch()
     asked = Question(target, draft, tmp_path, 2, (3, 5), lookup_max_n=3, server=program, num_positions=512)
-    peer = PeerProcess("llama.cpp", Path(sys.executable), asked)
-    try:
+    with closing(PeerProcess("llama.cpp", Path(sys.executable), asked)) as peer:
         drafts = ["lookup K=3", "lookup K=5", "draft", "draft K=3", "draft K=5"]
         assert peer.configurations == ["plain", *drafts, "ngram-simple", "ngram-mod", "ngram-cache"]
         assert peer.about == "llama-server version: 7 (abc), 2 threads; draft-mtp are left out, because they need heads"
@@ -215,8 +215,6 @@ def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
             peer.generate("ngram-cache", [4, 5], 6)
         assert "RemoteDisconnected" in refusal(PeerError, peer.generate, "plain", [6, 6], 6)
         assert peer.generate("plain", [7], 2).tokens == [7, 7]
-    finally:
-        peer.close()
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert [prompt for _, _, prompt in lines] == [[0], [4, 5]] * 5 + [[0], [6, 6], [0], [7]]
     usual = ["--model", str(target), "--parallel", "1", "--ctx-size", "512", "--threads", "2", "--host", "127.0.0.1"]
@@ -393,14 +391,11 @@ def test_an_engine_that_fails_is_dropped(num_passes: int) -> None:
 def test_a_real_peer_fails_goes_on_and_dies(tmp_path: Path) -> None:
     text = text_of(Opened.of(EngineConfig(target=str(SHIPPED_DRAFT), dtype="bfloat16")).load(), 40)
     asked = dataclasses.replace(question(tmp_path), draft=None, worker=peer_forwards.WORKER)
-    peer = PeerProcess("transformers", Path(sys.executable), asked)
-    try:
+    with closing(PeerProcess("transformers", Path(sys.executable), asked)) as peer:
         assert len(peer.forward(text[:20], text[20:25]).best) == 5
         assert "IndexError: " in refusal(PeerError, peer.forward, text[:25], [100_000])
         os.kill(peer._process.pid, signal.SIGKILL)
         assert "its process ended with exit code -9" in refusal(PeerError, peer.forward, text[:20], text[20:25])
-    finally:
-        peer.close()
 
 
 def test_every_number_of_a_pass() -> None:

@@ -16,6 +16,7 @@ from forerun.bench.widen import describe
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.models.opened import spec_of
+from refusals import refusal
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,7 @@ def test_prompts_are_of_each_task_in_turn() -> None:
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(NoPair, match="there is no encoder-decoder pair in"):
-        run(EngineConfig(), AnswersPlan(tmp_path))
+    assert "there is no encoder-decoder pair in" in refusal(NoPair, run, EngineConfig(), AnswersPlan(tmp_path))
     with pytest.raises(BadOption, match="--transformers-python nowhere is not possible: there is no such file"):
         run(EngineConfig(), AnswersPlan(folder, python=Path("nowhere")))
     with pytest.raises(BadOption, match="--task is missing: a target with an encoder is measured with"):

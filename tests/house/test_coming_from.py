@@ -94,15 +94,12 @@ def test_what_a_row_offers_exists(row: PeerOption) -> None:
 @pytest.mark.parametrize("peer", PEERS)
 def test_the_document_has_the_table(peer: str) -> None:
     """In the section of the peer; `make pages` writes it."""
-    lines = [line for line in section(peer).splitlines() if line.startswith("|")]
-    assert lines == pages.peer_table(peer).splitlines()
+    assert [line for line in section(peer).splitlines() if line.startswith("|")] == pages.peer_table(peer).splitlines()
 
 
 def test_the_document_has_no_other_table() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert sum(line.startswith("|") for line in text.splitlines()) == sum(
-        len(pages.peer_table(peer).splitlines()) for peer in PEERS
-    )
+    num_lines = sum(len(pages.peer_table(peer).splitlines()) for peer in PEERS)
+    assert sum(line.startswith("|") for line in PAGE.read_text(encoding="utf-8").splitlines()) == num_lines
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -111,11 +108,7 @@ def test_what_has_the_same_name_exists(peer: str) -> None:
     (paragraph,) = re.findall(r"^Same name here: (.*?)\n\n", section(peer), re.M | re.S)
     names = re.findall(r"`([^`]+)`", paragraph)
     assert names
-    ours = (
-        {flag for flags in pages.FLAGS.values() for flag in flags.values()}
-        | set.union(*pages.FIELDS.values())
-        | ALIASES
-    )
+    ours = ALIASES.union(*pages.FIELDS.values(), *(flags.values() for flags in pages.FLAGS.values()))
     theirs = {spelling for row in peers.peer_options() if row.peer == peer for spelling in row.theirs}
     for name in names:
         assert name in ours or name in {"prompt", "messages"}, name

@@ -99,21 +99,14 @@ def in_this_process(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd
 
 def in_a_shell(command: str) -> str:
     """What a command prints that must succeed."""
-    done = subprocess.run(
-        ["bash", "-c", command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(["bash", "-c", command], **streams, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
 
 
 def same_output(wanted: str, got: str) -> bool:
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    return doctest.OutputChecker().check_output(wanted, got, flags)
+    return doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
 
 
 def run_python(document: Path, blocks: list[Block]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun import registry
+from forerun import errors, registry
 from forerun.errors import pip, program
 
 ROOT = Path(__file__).parents[2]
@@ -218,9 +218,13 @@ def test_a_verification_rule_is_one_file(name: str) -> None:
 # --------------------------------------------------------------------------------------------------- the public door
 
 
+def error_names() -> set[str]:
+    """The names of all errors of the package."""
+    return {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+
+
 def test_the_public_names_exist_and_are_documented() -> None:
     forerun = importlib.import_module("forerun")
-    errors = importlib.import_module("forerun.errors")
     assert {"LLM", "SamplingParams", "ForerunError"} <= set(forerun.__all__)
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     docs = "\n".join(page.read_text(encoding="utf-8") for page in pages)
@@ -230,18 +234,15 @@ def test_the_public_names_exist_and_are_documented() -> None:
         value = getattr(forerun, name)
         assert value.__doc__, f"forerun.{name} has no docstring"
         assert name in docs, f"forerun.{name} is not mentioned in README or docs"
-    tree = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert {error.__name__ for error in tree} <= set(forerun.__all__)
+    assert error_names() <= set(forerun.__all__)
 
 
 def test_the_error_tree_is_drawn_completely() -> None:
     """errors.py and docs/use/errors.md name every error."""
-    errors = importlib.import_module("forerun.errors")
     page = (ROOT / "docs" / "use" / "errors.md").read_text(encoding="utf-8")
-    for name, value in vars(errors).items():
-        if isinstance(value, type) and issubclass(value, Exception):
-            assert name in (errors.__doc__ or ""), name
-            assert name in page, name
+    for name in error_names():
+        assert name in (errors.__doc__ or ""), name
+        assert name in page, name
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:

@@ -67,7 +67,8 @@ EVERY_RULE = ("model",)  # and the one with these sampling options by every rule
 OF_EVERY_RULE = ("greedy", "plain", "repetition", "all", "grammar")
 WITH_GRAMMARS = ("grammar", "greedy grammar")  # of every drafter, too
 COMPOUND = [name for name in NAMES if hasattr(registry.load(drafters.__name__, name, "drafter"), "parts")]
-# Texts in letters, a = 0: one of them is the beginning of another, and what is left to choose differs by the path.
+ENDING = ("a", "ab", "aab", "bb", "bba", "bbb")  # letters, a = 0: some are a text that may end, and may go on
+# One of these texts is the beginning of another, and what is left to choose differs by the path.
 CHOICE = ("ab", "abc", "acb", "bb", "ba", "cac", "caba")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -97,10 +98,11 @@ def label(value: Any) -> str | None:
     return ",".join(f"{k}={v}" for k, v in value.items()) or "defaults" if isinstance(value, dict) else None
 
 
-def assert_lossless(case: Case, *, drafts: bool = False) -> None:
-    """drafts: whether drafts must be both right and wrong here, as otherwise plain would be compared with plain.
+def assert_lossless(case: Case, *, drafts: bool = False) -> list[Any]:
+    """Return every way that was enumerated.
 
-    A draft of one id (top-k 1, greedy, lookup) is a point mass, so both need a target that is not.
+    drafts: whether drafts must be both right and wrong here, as otherwise plain would be compared with plain. A draft
+    of one id (top-k 1, greedy, lookup) is a point mass, so both need a target that is not.
     """
     ways = every_way(case)
     if drafts:
@@ -110,6 +112,7 @@ def assert_lossless(case: Case, *, drafts: bool = False) -> None:
     outputs = summed(ways)
     assert sum(outputs.values()) == pytest.approx(1, abs=EXACT)
     assert total_variation(outputs, plain_outputs(case)) < EXACT
+    return ways
 
 
 def also_long(cases: list[Any], is_short: Callable[[Any], bool]) -> list[Any]:
@@ -195,9 +198,7 @@ def test_drafts_free_of_some_ids(monkeypatch, name, rule, least):
     Without the condition on the distributions of the others this is biased. least: where some are left alone.
     """
     monkeypatch.setattr(cutting, "LEAST", least)
-    case = Case(name, params(rule), gamma=3, unwritten=frozenset({1}))
-    ways = every_way(case)
-    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    assert_lossless(Case(name, params(rule), gamma=3, unwritten=frozenset({1})))
 
 
 SHAPES = {
@@ -247,18 +248,13 @@ def test_an_end_inside_a_draft(name, rule, min_tokens):
 @pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: is_always(*c) or is_first(*c)))
 def test_a_grammar_that_may_end_inside_a_draft(name, rule, temperature):
     """The end id has a probability where a text may end, and nowhere else; other ids behind it are of no path."""
-    given = params(rule, temperature=temperature, choice=("a", "ab", "aab", "bb", "bba", "bbb"))
+    given = params(rule, temperature=temperature, choice=ENDING)
     assert_lossless(Case(name, given, end_ids=frozenset({2})))
 
 
 @pytest.mark.parametrize(("name", "rule"), also_long(PAIRS, lambda c: c[0] in ("model", "lookup", "tree")))
 def test_a_grammar_beside_all_other_options(name, rule):
-    given = {
-        **SAMPLING["all"],
-        "logit_bias": {1: 0.3},
-        "min_tokens": 2,
-        "choice": ("a", "ab", "aab", "bb", "bba", "bbb"),
-    }
+    given = {**SAMPLING["all"], "min_tokens": 2, "choice": ENDING}
     assert_lossless(Case(name, params(rule, **given), end_ids=frozenset({2})))
 
 
@@ -277,9 +273,8 @@ FORKS = {
 def test_what_a_grammar_forces_around_guesses(name, rule, temperature, gamma, fork):
     """A drafter goes on behind what is forced, in the same pass, and its guess has what is forced behind it."""
     given = SamplingParams(max_tokens=6, acceptance=rule, temperature=temperature, choice=FORKS[fork])
-    case = Case(name, given, end_ids=frozenset({2} if fork == "ends" else ()), forced=True, gamma=gamma)
-    ways = every_way(case)
-    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    ends = frozenset({2} if fork == "ends" else ())
+    ways = assert_lossless(Case(name, given, end_ids=ends, forced=True, gamma=gamma))
     steps = [step for _, (_, reports) in ways for report in reports for step in report.sequences]
     assert any(step.forced for step in steps) or name == "none"
     if name in ("model", "tree") and temperature:
@@ -336,8 +331,7 @@ def test_chains_that_end_by_their_own_probabilities(monkeypatch, name, rule):
         return {b: Stop([0.2, 0.4, *[0.7] * (len(EDGES) - 1)], [0.5] * 4) for b in range(len(seqs))}
 
     monkeypatch.setattr(FixedPacing, "stops", stops)
-    ways = every_way(case := Case(name, params(rule), gamma=3))
-    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    ways = assert_lossless(Case(name, params(rule), gamma=3))
     assert len({report.num_drafted for _, (_, reports) in ways for report in reports if report.num_drafted}) > 1
 
 
@@ -368,11 +362,8 @@ def test_lengths_that_follow_from_what_was_accepted(rule):
     """Phases of one round, so that `utility` goes through several of them and drafts nothing in some."""
     target = ToyModel(2, 5)
     five = dataclasses.replace(params(rule), max_tokens=5)
-    case = Case(
-        "model", five, {}, target, resembling(target), 3, "utility:test_rounds=1,set_rounds=1", prompt=(0, 1, 0)
-    )
-    ways = every_way(case)
-    assert total_variation(summed(ways), plain_outputs(case)) < EXACT
+    policy = "utility:test_rounds=1,set_rounds=1"
+    ways = assert_lossless(Case("model", five, {}, target, resembling(target), 3, policy, prompt=(0, 1, 0)))
     assert {tuple(report.num_drafted for report in reports[:2]) for _, (_, reports) in ways} >= {(3, 1), (3, 2)}
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from forerun import native
 from forerun.errors import BadOption
+from refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forerun"
@@ -93,8 +94,7 @@ def test_the_bandwidth_probe_reads_in_several_ways() -> None:
     readings = probe.read(num_repeats=3)
     assert len(dict(readings)) == len(readings) >= 4
     assert all(len(values) == 3 and min(values) > 0 for _, values in readings)
-    with pytest.raises(ValueError, match="4 MiB"):
-        native.extension().BandwidthProbe(1, 1)
+    assert "4 MiB" in refusal(ValueError, native.extension().BandwidthProbe, 1, 1)
 
 
 # ---------------------------------------------------------------------------------------------------- instruction sets
@@ -132,10 +132,8 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_the_best_is_the_default_and_variables_of_ours_are_no_engine_options() -> None:
     assert printed(ISA) == native.available_isas()[0]
     code = "from forerun.config import EngineConfig; print(EngineConfig.from_sources({}).max_batch_size)"
-    variables = dict.fromkeys(native.VARIABLES, "1")
-    assert printed(code, **variables) == "8"
-    done = run(code, FORERUN_NUM_THREAD="2")
-    assert "did you mean 'FORERUN_NUM_THREADS'?" in done.stderr
+    assert printed(code, **dict.fromkeys(native.VARIABLES, "1")) == "8"
+    assert "did you mean 'FORERUN_NUM_THREADS'?" in run(code, FORERUN_NUM_THREAD="2").stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- threads
@@ -224,15 +222,13 @@ def test_a_package_without_the_extension_says_how_to_get_it(bare: Path) -> None:
     said = printed(WHY_NOT, path=bare)
     assert said.startswith("None; reference; the extension was not built when forerun was installed: ")
     assert said.endswith("--no-deps --no-cache-dir . in the folder of forerun's sources")
-    without_compiler = printed(WHY_NOT, path=bare, PATH="/nowhere")
-    assert "install a C++ compiler (g++)" in without_compiler
+    assert "install a C++ compiler (g++)" in printed(WHY_NOT, path=bare, PATH="/nowhere")
     refused = run(ISA, path=bare, FORERUN_ISA="avx2").stderr
     assert "FORERUN_ISA='avx2' is not possible here (the extension was not built" in refused
 
 
 def test_a_checkout_names_its_own_command(bare: Path) -> None:
-    source = as_checkout(bare)
-    assert printed(WHY_NOT, path=source).endswith("-m pip install -e . in the checkout")
+    assert printed(WHY_NOT, path=as_checkout(bare)).endswith("-m pip install -e . in the checkout")
 
 
 def test_an_extension_for_another_python_is_named(bare: Path) -> None:
@@ -242,10 +238,8 @@ def test_an_extension_for_another_python_is_named(bare: Path) -> None:
 
 
 def test_an_extension_that_cannot_be_loaded_is_no_extension(bare: Path) -> None:
-    suffix = native.EXTENSION_SUFFIXES[0]
-    (bare / "forerun" / f"_native{suffix}").write_bytes(b"no library")
-    said = printed(WHY_NOT, path=bare)
-    assert said.startswith("None; reference; the extension cannot be loaded (")
+    (bare / "forerun" / f"_native{native.EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    assert printed(WHY_NOT, path=bare).startswith("None; reference; the extension cannot be loaded (")
 
 
 @NEEDS_EXTENSION

@@ -203,9 +203,7 @@ def phrase(draw: Draw, word: Word, adjectives: Seq[Word], kind: str) -> Phrase:
     described = " ".join([", ".join(adjective.forms[0] for adjective in adjectives), noun]).strip()
     number, owner = 0, ("", "")
     if kind == "count":
-        number = draw.of(
-            (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, draw.rng.randrange(13, 100), draw.rng.randrange(13, 1000))
-        )
+        number = draw.of((*range(2, 13), draw.rng.randrange(13, 100), draw.rng.randrange(13, 1000)))
         number += number % 100 == 1
         in_figures = draw.chance(0.35)
         front = f"{number:,}" if in_figures else counted(number)
@@ -242,15 +240,8 @@ def phrase(draw: Draw, word: Word, adjectives: Seq[Word], kind: str) -> Phrase:
 
     negative = (lambda pick, case: german(pick, case, negative=True)) if kind == "a" else None
     gender = "p" if plural else word.german[0].partition(" ")[0]
-    is_definite = kind not in ("a", "count")
-    return Phrase(
-        f"{front} {described}",
-        "sie" if plural else "er",
-        german,
-        is_definite=is_definite,
-        negative=negative,
-        gender=gender,
-    )
+    person, is_definite = "sie" if plural else "er", kind not in ("a", "count")
+    return Phrase(f"{front} {described}", person, german, is_definite=is_definite, negative=negative, gender=gender)
 
 
 def article(text: str) -> str:
@@ -338,9 +329,8 @@ def time(draw: Draw, tense: str) -> Adverb:
     """Draw a time that goes with a tense."""
     kind = draw.rng.random()
     if kind < 0.4:
-        return draw.of(
-            [fixed for fixed in FIXED_TIMES if tense in fixed.tenses.split(" ") or tense == "want to" in fixed.tenses]
-        )
+        fitting = [t for t in FIXED_TIMES if tense in t.tenses.split(" ") or tense == "want to" in t.tenses]
+        return draw.of(fitting)
     if kind < 0.55:
         day, tag = draw.of(names("DAYS"))
         return same(f"on {day}", f"am {tag}")

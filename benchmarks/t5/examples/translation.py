@@ -206,9 +206,8 @@ def amount_of_food(draw: Draw) -> tuple[str, Say]:
         before = ""
         if adjective is not None:
             before = adjective_of(pick(adjective.german)).before(gender, "acc", STRONG) + " "
-        measure = own.form(
-            "nom", plural=own.gender == "f"
-        )  # Flaschen, and Glas: measures of two genders have no plural
+        # Flaschen, and Glas: measures of two genders have no plural.
+        measure = own.form("nom", plural=own.gender == "f")
         return f"{german} {measure} {before}{noun_of(food.german[0]).singular}"
 
     return f"{english} {unit.forms[1]} of {what}", said
@@ -486,11 +485,8 @@ def arithmetic(draw: Draw) -> Sentence:
 def floor(draw: Draw) -> Sentence:
     """Where somebody lives: on the third floor, in the second house."""
     who, number = draw.person(), draw.rng.randrange(2, 31)
-    verb, wohnen = (
-        Word(("live", "lives", "lived", "lived"), ("wohnen wohnst wohnt gewohnt",)),
-        draw.of((("floor", "m Stock"), ("floor", "f Etage"), ("house", "n Haus"), ("room", "n Zimmer"))),
-    )
-    english, noun = wohnen
+    verb = Word(("live", "lives", "lived", "lived"), ("wohnen wohnst wohnt gewohnt",))
+    english, noun = draw.of((("floor", "m Stock"), ("floor", "f Etage"), ("house", "n Haus"), ("room", "n Zimmer")))
     preposition = "on" if english == "floor" else "in"
     options = ("m Stock", "f Etage") if english == "floor" else (noun,)
 

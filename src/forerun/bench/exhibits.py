@@ -170,19 +170,14 @@ def _shown(column: Column, i: int, rows: Seq[Seq[Value]]) -> Column:
 def written(value: Value, column: Column) -> str:
     """Return a value as a table shows it. Tokens get the marks of their kind."""
     if isinstance(value, Tokens):
-        return "".join("".join((before, text, after)) for text, (before, after) in map(_marked, value.tokens))
+        return "".join(token.text.join(MARKS.get(token.kind, ("", ""))) for token in value.tokens)
     return column.written(value)
-
-
-def _marked(token: Token) -> tuple[str, tuple[str, str]]:
-    return token.text, MARKS.get(token.kind, ("", ""))
 
 
 def _cell(value: Value, column: Column) -> Any:
     if not isinstance(value, Tokens):
         return value
-    cells = [(written(Tokens((token,)), column), STYLES[token.kind]) for token in value.tokens]
-    return Text.assemble(*cells)
+    return Text.assemble(*((written(Tokens((token,)), column), STYLES[token.kind]) for token in value.tokens))
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -193,10 +188,10 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def check_can_draw() -> None:
-    """Raise BadOption where matplotlib is not installed, so that no picture can be drawn."""
+def check_can_draw(what: str = "a picture") -> None:
+    """Raise BadOption where matplotlib is not installed, so that no picture can be drawn. what: needs it."""
     if not can_draw():
-        raise not_installed("a picture", "plots", "matplotlib")
+        raise not_installed(what, "plots", "matplotlib")
 
 
 def check_picture(file: Path | None) -> None:
@@ -205,8 +200,7 @@ def check_picture(file: Path | None) -> None:
         return
     if file.suffix not in ("", *SUFFIXES):
         raise BadOption(f"--picture {shown(str(file))} is not possible: its name must end in .svg or .png, or neither")
-    if not can_draw():
-        raise not_installed("--picture", "plots", "matplotlib")
+    check_can_draw("--picture")
 
 
 def save_picture(figure: Figure, file: Path) -> None:
@@ -360,12 +354,10 @@ def _coloured(coloured: Coloured) -> Figure:
     for y, tokens in enumerate(lines):
         x = 0
         for token in tokens:
-            style: dict[str, Any] = {
-                "color": COLOURS[token.kind],
-                "fontweight": "bold" if token.kind in ("correction", "bonus") else "normal",
-            }
+            weight = "bold" if token.kind in ("correction", "bonus") else "normal"
+            font: dict[str, Any] = {"family": "monospace", "size": 9, "weight": weight}
             text = token.text.replace("$", r"\$")
-            axes.text(x, y + 0.5, text, family="monospace", fontsize=9, va="center", **style)
+            axes.text(x, y + 0.5, text, color=COLOURS[token.kind], va="center", fontdict=font)
             x += len(token.text)
     for kind in ("accepted", "rejected", "untested", "correction"):
         axes.plot([], [], color=COLOURS[kind], linewidth=4, label="the target's own" if kind == "correction" else kind)

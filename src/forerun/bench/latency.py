@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,30 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun import drafters, registry
+from forerun.bench import results, widen
 from forerun.bench.plans import LatencyPlan
-from forerun.bench.results import (
-    Ceiling,
-    Line,
-    Tally,
-    Variant,
-    line_of,
-    plain_pass_s_of,
-    print_ceiling,
-    print_tables,
-    record_of,
-)
-from forerun.bench.widen import (
-    PROMPTS,
-    describe,
-    draft_options,
-    load_beside,
-    load_widened,
-    load_widened_draft,
-    measured_target,
-    num_parameters,
-)
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.drafters import Drafter
+from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.opened import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.prompts import Prompt
@@ -58,7 +40,7 @@ from forerun.types import SamplingParams, StepReport
 
 T = TypeVar("T")
 
-PLAIN = Variant("none", 0)
+PLAIN = results.Variant("none", 0)
 
 
 # Named workloads: options of the plan, and options of the engine. The command line overrides both.
@@ -90,19 +72,19 @@ def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan
 class Measured:
     """The lines of the tables, the measured models, and the limit of plain decoding."""
 
-    lines: list[Line]
+    lines: list[results.Line]
     target: Checkpoint
     drafts: list[LoadedModel]
-    ceiling: Ceiling
+    ceiling: results.Ceiling
 
 
 def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
     """Measure, print tables, and return the results for JSON. Raises UserError where the measurement is impossible."""
     console = make_console()
-    results = measured(config, plan, console)
-    print_tables(results.lines, results.ceiling, console)
-    about = {"bench": "latency", "target": results.target.name, "widened": plan.shape != "none", "plan": plan.record()}
-    return about | record_of(results.lines, results.target.model, results.drafts, results.ceiling)
+    found = measured(config, plan, console)
+    results.print_tables(found.lines, found.ceiling, console)
+    about = {"bench": "latency", "target": found.target.name, "widened": plan.shape != "none", "plan": plan.record()}
+    return about | results.record_of(found.lines, found.target.model, found.drafts, found.ceiling)
 
 
 def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
@@ -113,11 +95,11 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
-            draft_options(name)
-    checkpoint = load_widened(measured_target(config, plan.shape), plan.shape, console)
+            widen.draft_options(name)
+    checkpoint = widen.load_widened(widen.measured_target(config, plan.shape), plan.shape, console)
     llms = engines(checkpoint, config, plan, console)
     spare_what_is_loaded()
-    ceiling = print_ceiling(checkpoint.model, console)
+    ceiling = results.print_ceiling(checkpoint.model, console)
     drafts = draft_models(llm.engine.drafter.first for llm in llms.values())
     num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
     temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
@@ -129,16 +111,16 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     for model in drafts:
         share = model.bytes_per_pass / ceiling.bytes_per_pass
         console.print(
-            f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {model.precision}, "
-            f"{share:.3f} of the target's bytes"
+            f"draft model: {widen.num_parameters(model.config):,} parameters ({widen.describe(model.config)}), "
+            f"{model.precision}, {share:.3f} of the target's bytes"
         )
     with Waiting("warming up"):
         for llm in llms.values():
             llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     with progress_bar() as progress:
         tallies = tallied(llms, prompts, plan, progress)
-    plain_pass_s = plain_pass_s_of(tallies.values())
-    lines = [line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
+    plain_pass_s = results.plain_pass_s_of(tallies.values())
+    lines = [results.line_of(tally, tallies[tally.temperature, PLAIN], plain_pass_s) for tally in tallies.values()]
     return Measured(lines, checkpoint, drafts, ceiling)
 
 
@@ -156,7 +138,7 @@ def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
 
 def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
     """Return what `read_prompts` returns, but allow token ids ("ids") in place of "text" in a line of the file."""
-    file = file or PROMPTS
+    file = file or widen.PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
     try:
@@ -179,7 +161,9 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
 # ---------------------------------------------------------------------------------------------------------- engines
 
 
-def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
+def engines(
+    checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console
+) -> dict[results.Variant, LLM]:
     """Return an engine for each drafter and draft length, plain decoding first. All share the target's weights."""
     # With prefix caching, a prompt's second run would find most of the first run's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
@@ -187,7 +171,7 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
     if plan.draft_shape != "none":
         drafts = {
-            f"{name} ({plan.draft_shape})": load_widened_draft(name, config, checkpoint, plan.draft_shape)
+            f"{name} ({plan.draft_shape})": widen.load_widened_draft(name, config, checkpoint, plan.draft_shape)
             for name in _models(config, plan)
         }
     elif not drafts:
@@ -199,7 +183,7 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
                     draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
                     llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
                     llm.measure_passes()
-                llms[Variant(name, spec_length)] = llm
+                llms[results.Variant(name, spec_length)] = llm
             except UserError as error:
                 if plan.drafts or plan.draft_shape != "none":
                     raise
@@ -225,7 +209,17 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft
-    return load_beside(target.model, path, ignore)
+    return widen.load_beside(target.model, path, ignore)
+
+
+@contextmanager
+def heard(engine: LLM | Engine, hear: Callable[[StepReport], object], *, detail: bool = False) -> Iterator[None]:
+    """Call `hear` with the report of every step while the block runs."""
+    end = engine.listen(hear, detail=detail)
+    try:
+        yield
+    finally:
+        end()
 
 
 def draft_models(members: Iterable[Drafter]) -> list[LoadedModel]:
@@ -278,8 +272,8 @@ class EncoderClock(Clock):
 
 
 def tallied(
-    llms: Mapping[Variant, LLM], prompts: Seq[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
-) -> dict[tuple[float, Variant], Tally]:
+    llms: Mapping[results.Variant, LLM], prompts: Seq[tuple[str, Prompt]], plan: LatencyPlan, progress: Progress
+) -> dict[tuple[float, results.Variant], results.Tally]:
     """Run every prompt on every engine, in turns, and return the tallies by temperature and variant.
 
     Each prompt begins with a different variant than the prompt before it, because a run may be slower after one variant
@@ -291,7 +285,7 @@ def tallied(
         llm.engine.drafter.spares = False  # a drafter's error ends the measurement, or plain decoding would go on
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
     encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
-    tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
+    tallies = {(t, variant): results.Tally(variant, t) for t in plan.temperatures for variant in llms}
     task = progress.add_task("measuring", total=len(tallies) * len(prompts) * plan.num_repeats)
     for repeat, (i, (_, prompt)), t in _runs(plan, prompts):
         params = SamplingParams(
@@ -333,7 +327,7 @@ def run_once(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
-    tally: Tally,
+    tally: results.Tally,
     clock: ForwardClock | None,
     encoder: Clock | None = None,
 ) -> list[int]:
@@ -345,7 +339,7 @@ def run_together(
     llm: LLM,
     prompts: Seq[Prompt],
     params: Seq[SamplingParams],
-    tally: Tally,
+    tally: results.Tally,
     clock: ForwardClock | None = None,
     encoder: Clock | None = None,
     *,
@@ -371,11 +365,8 @@ def run_together(
         tally.steps.append(report)
         tally.draft_forward_s.append(draft_forward_s)
 
-    end = llm.listen(note, detail=detail)
-    try:
+    with heard(llm, note, detail=detail):
         outputs = llm.generate(prompts, params)
-    finally:
-        end()
     seconds = time.perf_counter() - start[0] - (encoder.seconds - start[1])
     tally.encoder_s.append(encoder.take())
     tally.num_steps.append(len(tally.steps) - sum(tally.num_steps))
@@ -406,12 +397,9 @@ def answered(
             firsts.append((time.perf_counter(), report.num_committed))
         hear(report)
 
-    end = llm.listen(note)
-    start = time.perf_counter()
-    try:
+    with heard(llm, note):
+        start = time.perf_counter()
         (output,) = llm.generate([ids], params)
-    finally:
-        end()
     seconds, (first_at, num_first) = time.perf_counter() - start, firsts[0]
     return output, Took(seconds, first_at - start, num_first)
 

@@ -9,6 +9,7 @@ the speed-ups.
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence as Seq
@@ -258,20 +259,14 @@ def _measure(
     plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # the same under every policy and rule
     every = [*plain, *ways]
     ids = {prompt.id: conversation_ids(llm, prompt.messages) for prompt in prompts}
-    for prompt_ids in ids.values():
-        llm.engine.make(
-            prompt_ids, plan.params(plan.temperatures[0], plain[0], "")
-        )  # refuses a prompt that is too long
+    for prompt_ids in ids.values():  # a prompt that is too long is refused
+        llm.engine.make(prompt_ids, plan.params(plan.temperatures[0], plain[0], ""))
     goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     built = {way: _serving(llms[way.pacing], way) for way in every}
     clocks = {id(drafter): _clock(llms[way.pacing], drafter) for way, drafter in built.items()}
     kinds = dict.fromkeys(prompt.kind for prompt in prompts)
-    tallies = {
-        (t, kind, way.name): Tally(Variant(way.name, 0), t)
-        for t in plan.temperatures
-        for kind in kinds
-        for way in every
-    }
+    places = itertools.product(plan.temperatures, kinds, every)
+    tallies = {(t, kind, way.name): Tally(Variant(way.name, 0), t) for t, kind, way in places}
     turns = list(_turns(prompts, plan))
     task = progress.add_task("warming up", total=len(every) * (len(turns) + 1))
     num_compared = 0

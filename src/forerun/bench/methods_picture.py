@@ -68,10 +68,9 @@ def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
             panel.axvspan(least, most, color="0.9", zorder=0)
         panel.plot([least, most], [y, y], color=colour, linewidth=1.5, marker="|", markersize=7)
         panel.plot(row.speedup, y, color=colour, marker="o", markersize=5)
-        label = (max(most, row.speedup), y)
         panel.annotate(
             f"{row.speedup:.2f}",
-            label,
+            (max(most, row.speedup), y),
             (6, 0),
             textcoords="offset points",
             va="center",

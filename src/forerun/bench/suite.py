@@ -234,13 +234,8 @@ class Measuring:
         kinds = self.suite.kinds
         num_asked = len(self.suite.conversations) * len(self.plan.temperatures) * len(self.ways)
         task = progress.add_task("measuring", total=num_asked)
-        self.ask(
-            self.suite.conversations[0],
-            self.ways[0],
-            self.plan.temperatures[0],
-            0,
-            min(WARM_UP_TOKENS, self.plan.max_tokens),
-        )
+        first, num_tokens = self.suite.conversations[0], min(WARM_UP_TOKENS, self.plan.max_tokens)
+        self.ask(first, self.ways[0], self.plan.temperatures[0], 0, num_tokens)
         for _ in range(self.plan.most_rounds):
             for number, conversation in enumerate(self.suite.conversations):
                 if conversation.kind in kinds:

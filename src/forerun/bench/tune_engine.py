@@ -90,23 +90,13 @@ class TuningEngine:
         Raises UserError where the user named such a drafter. Prefix caching is off, because a prompt's second run
         would find the KV cache of its first run.
         """
-        llm = LLM(
-            checkpoint,
-            **{
-                **config.options(),
-                "draft": PLAIN,
-                "extra_drafts": ";".join(candidates),
-                "pacing": "fixed",
-                "spec_length": LONGEST,
-                "prefix_caching": False,
-                "max_batch_size": plan.concurrency,
-            },
-        )
+        options = {**config.options(), "prefix_caching": False, "max_batch_size": plan.concurrency}
+        drafting = {"draft": PLAIN, "extra_drafts": ";".join(candidates), "pacing": "fixed", "spec_length": LONGEST}
+        llm = LLM(checkpoint, **{**options, **drafting})
         spare_what_is_loaded()
         prompts = encoded(llm, config, plan)
         size = plan.concurrency * (1 if plan.concurrency == 1 else GROUP_REQUESTS)
-        groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        bench = cls(llm, plan, [], groups)
+        bench = cls(llm, plan, [], [prompts[i : i + size] for i in range(0, len(prompts), size)])
         for spec in candidates:
             try:
                 for ids, params in prompts:

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from forerun.bench.exhibits import save_picture
 from forerun.bench.tune_prediction import LONGEST
 from forerun.bench.tune_results import Contender, Found
 
 MOST_CURVES = 6  # the most promising ones; more cannot be told apart
-LINES = "Lines: predicted from one run with drafts of 16 and the measured time of passes."
-DOTS = "Dots: measured in turns with plain decoding, with the least and most of the rounds."
-DASHED = "Dashed: measured with pacing=auto."
-STAR = "Star: chosen."
-NO_STAR = "Chosen: {}."
 
 
 def caption(results: Found, drawn: Collection[Contender]) -> str:
     """Return the picture's caption. It explains the marks of measured contenders only if the picture shows them."""
-    parts = [LINES]
+    parts = ["Lines: predicted from one run with drafts of 16 and the measured time of passes."]
     if drawn:
-        parts.append(DOTS)
+        parts.append("Dots: measured in turns with plain decoding, with the least and most of the rounds.")
     if any(one.way.spec_length is None for one in drawn):
-        parts.append(DASHED)
-    parts.append(STAR if results.chosen in drawn else NO_STAR.format(results.chosen.way))
+        parts.append("Dashed: measured with pacing=auto.")
+    parts.append("Star: chosen." if results.chosen in drawn else f"Chosen: {results.chosen.way}.")
     return " ".join(parts)
 
 
@@ -48,23 +44,15 @@ def draw(results: Found, file: Path, name: str) -> None:
         panel.plot([one.spec_length for one in lengths], [one.speedup for one in lengths], color=colour, label=spec)
     drawn = [one for one in results.contenders if one.way.spec_length != 0 and one.way.draft in colours]
     for one in drawn:
-        colour = colours[one.way.draft]
-        result = one.measured
-        is_chosen = one is results.chosen
-        marker, size = ("*", 15) if is_chosen else ("o", 6)
+        result, colour = one.measured, colours[one.way.draft]
+        marker, size = ("*", 15) if one is results.chosen else ("o", 6)
+        dot: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size}
         if one.way.spec_length is None:
             panel.axhline(result.speedup, color=colour, linestyle="--", linewidth=1)
-            panel.plot(LONGEST, result.speedup, color=colour, marker=marker, markersize=size)
+            panel.plot(LONGEST, result.speedup, **dot)
         else:
-            panel.errorbar(
-                one.way.spec_length,
-                result.speedup,
-                [[max(0, result.speedup - result.least)], [max(0, result.most - result.speedup)]],
-                color=colour,
-                marker=marker,
-                markersize=size,
-                capsize=3,
-            )
+            below, above = max(0, result.speedup - result.least), max(0, result.most - result.speedup)
+            panel.errorbar(one.way.spec_length, result.speedup, [[below], [above]], capsize=3, **dot)
     panel.axhline(1, color="0.45", linewidth=0.8)
     panel.set_xlabel("K, nodes drafted per pass")
     panel.set_ylabel("tokens/s over plain decoding's")

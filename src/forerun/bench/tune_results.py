@@ -166,19 +166,14 @@ def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, 
     if num_prompts < FEW_PROMPTS:
         return auto, f"{num_prompts} prompt{'s' * (num_prompts != 1)} of at least {FEW_PROMPTS} were measured"
     best = max(running, key=lambda one: one.measured.speedup, default=plain)
-    if best.measured.speedup >= PLAIN_MARGIN:
-        result = best.measured
-        if result.least > 1:
-            return best, ""
-        return auto, f"{best.way} made {result.least:.2f} to {result.most:.2f} times plain decoding's tokens per second"
-    hopeful = max(running, key=lambda one: one.measured.most, default=plain)
-    if hopeful.measured.most >= PLAIN_MARGIN:
-        result = hopeful.measured
-        return (
-            auto,
-            f"{hopeful.way} made {result.least:.2f} to {result.most:.2f} times plain decoding's tokens per second",
-        )
-    return plain, ""
+    if best.measured.speedup < PLAIN_MARGIN:
+        best = max(running, key=lambda one: one.measured.most, default=plain)
+        if best.measured.most < PLAIN_MARGIN:
+            return plain, ""
+    elif best.measured.least > 1:
+        return best, ""
+    result = best.measured
+    return auto, f"{best.way} made {result.least:.2f} to {result.most:.2f} times plain decoding's tokens per second"
 
 
 def reason_of(results: Found) -> str:
