@@ -78,7 +78,7 @@ def test_a_drafter_that_fails_is_not_hidden_in_this_room(method: str) -> None:
     engine = small_engine("fixed")
     drafter: Drafter = Failing(engine.drafter.members["lookup"].options)  # type: ignore[attr-defined]
     engine.drafter.members["lookup"] = drafter
-    assert refusal(ValueError, served, engine, "lookup") == "out of order"
+    assert "out of order" in refusal(ValueError, served, engine, "lookup")
 
 
 def test_the_ids_of_sequences_are_told_from_those_of_tokens() -> None:
