@@ -40,7 +40,7 @@ class BandwidthProbe:
     def num_bytes(self) -> int: ...
     def read(self, num_repeats: int) -> list[tuple[str, list[float]]]:
         """
-        Bytes per second of each way of reading, once per repeat, the ways in turn.
+        Returns the bytes per second of each way of reading, once per repeat. The ways take turns.
         """
 
 PANEL: int = 32
@@ -58,12 +58,16 @@ def allocated_bytes(num_bytes: int) -> int:
 
 def packed_bytes(num_out: int, num_in: int, bfloat16: bool, paired: bool = False) -> int:
     """
-    Counts the bytes of a packed matrix, padding included; num_out: of all parts.
+    Counts the bytes of a packed matrix, padding included.
+
+    num_out: the number of outputs of all parts.
     """
 
 def quantised_bytes(sections: Sequence[Sequence[int]], num_in: int, paired: bool = False) -> int:
     """
-    Counts those of a quantised one, whose sections are as `pack_quantised` takes them.
+    Counts the bytes of a packed quantised matrix.
+
+    sections: as `pack_quantised` takes them.
     """
 
 class Packed:
@@ -71,11 +75,11 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory, padding included."""
+        """The bytes in memory, padding included."""
 
     @property
     def address(self) -> int:
-        """Where they begin."""
+        """The address of the first byte."""
 
     def unpack_row(self, index: int, out: int) -> None:
         """Writes a row as it was before packing to the address `out`."""
@@ -93,14 +97,14 @@ class Backend:
         self, packed: Packed, first: int, count: int, type: int, file: int, start: int, numbers: int
     ) -> bool:
         """
-        Packs rows of a file as it stores them; returns False where `fill` has to be asked.
+        Packs rows of a file in the form in which the file stores them; returns False if `fill` must pack them.
 
-        type: its number in GGUF files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from row 0 on.
+        type: the number of the stored type in GGUF files. file: a descriptor. start: the first byte of row 0. numbers: the address of the rows' numbers, int32, 0 = from row 0 on.
         """
 
     def round_groups(self, x: int, num_groups: int, group: int, bits: int, codes: int, scales: int, zeros: int) -> None:
         """
-        Rounds groups of float32 that follow each other to 4 or 8 bits.
+        Rounds consecutive groups of float32 to 4 or 8 bits.
 
         Writes codes (uint8, one for each weight), scales (bfloat16) and zeros (uint8), one for each group.
         """
@@ -109,9 +113,9 @@ class Backend:
         self, packed: Packed, first: int, count: int, type: int, file: int, start: int, numbers: int, group: int
     ) -> tuple[bool, bool]:
         """
-        Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales fit.
+        Rounds rows of a file to 4 bits (ops/quantising.py) and packs them.
 
-        The rest is as for `fill_stored`.
+        Returns whether that was possible, and whether all scales fit. The other arguments are those of `fill_stored`.
         """
 
     def linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
@@ -147,9 +151,9 @@ def empty(num_bytes: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))
 
 def convert(backend: Backend, source: int, source_type: str, target: int, target_type: str, count: int) -> None:
     """
-    Writes numbers of one type as those of another, on all threads, from an address to an address.
+    Converts numbers at one address to another type at another address, on all threads.
 
-    Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then to the nearest of the type, ties to even.
+    Types: float64, float32, float16 and bfloat16; float8_e4m3fn can only be read. Each number is rounded to float32 first, then to the nearest number of the type, ties to even.
     """
 
 STATE_TOKENS: int = 16
@@ -192,7 +196,7 @@ class Draw:
         round: int,
     ) -> None:
         """
-        temperature: 0 = the id of the largest logit. shares_noise: whether an id is picked by the noise of match verification. position: of the first id.
+        temperature: 0 = the id of the largest logit. shares_noise: whether ids are drawn with the noise of match verification. position: the position of the first id.
         """
 
 class Pools:
@@ -210,12 +214,12 @@ class Pools:
         kinds: Sequence[int] = [],
     ) -> None:
         """
-        row_bytes: of keys and of values, one pair for all pools or one for each; num_rows alike. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: of each pool, which of the runs of a pass have its rows; none = the first.
+        row_bytes: the bytes of a row of keys and of a row of values, one pair for all pools or one for each pool. num_rows: the number of rows, likewise. type: 0 float32, 1 bfloat16, 2 bytes. refined: whether keys in bytes have second codes, see KeyOrder in csrc/kernels.h. kinds: for each pool the index of the runs, among a pass's lists of runs, that tell the pool's rows; none = the first.
         """
 
     def save(self, block: int, bytes: int, num_bytes: int) -> None:
         """
-        Writes the rows of a block, keys then values of each pool, to an address.
+        Writes the rows of a block to an address: for each pool its keys, then its values.
         """
 
     def load(self, block: int, bytes: int, num_bytes: int) -> None:
@@ -225,9 +229,9 @@ class Pools:
         self, num_states: int, num_rows: int, layers: Sequence[tuple[int, Sequence[int], Sequence[int]]]
     ) -> None:
         """
-        Says where recurrent layers have their states, and the inputs of tokens behind them.
+        Says where recurrent layers keep their states, and the inputs of the tokens after these states.
 
-        layers: of each its number; the addresses of states, of the inputs before each, of inputs of tokens and of their gates; and the bytes of one of each.
+        layers: for each layer its number, then four addresses (of states, of the inputs before each state, of the inputs of tokens, and of the gates of tokens), then the bytes of one entry at each address.
         """
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -243,7 +247,7 @@ class Model:
     @property
     def rotations(self) -> list[int]:
         """
-        Of each table of cos and sin that a pass takes, the first block that it is of.
+        For each table of cos and sin that a pass takes, the first block that uses the table.
         """
 
     def forward(
@@ -265,12 +269,14 @@ class Model:
         """
         Runs a ragged pass through some blocks and writes its rows, float32 [tokens, hidden_size], to `hidden`.
 
-        rotations: of each kind, cos and sin by position, float32 [positions, 2, turned dimensions], and how many positions; see the property. numbers: the runs, as forerun.ops.cpu.packed.run_numbers makes them. layers: ascending. input: float32 rows for the first of them, 0 = the tokens' embeddings; of a head features, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. sources: of each run the rows that blocks see of its source, as a run of cached rows alone. states: what recurrent blocks read and write of each run, as forerun.ops.cpu.packed.state_numbers makes it. Returns how many experts some row chose, of each of these blocks that has experts. Raises IndexError for a token that is no row of the embedding, and for a position that has none, and InternalError for numbers that do not hold together: of runs, blocks, sources, layers and taps.
+        rotations: for each table of the property `rotations`, the address of cos and sin by position, float32 [positions, 2, turned dimensions], and the number of positions. numbers: the runs, from forerun.ops.cpu.packed.run_numbers. layers: the blocks to run, ascending. input: float32 rows for the first block, 0 = the tokens' embeddings; for a head the features of the tokens, 0 = zeros. taps: ascending pairs (k, address) that receive the residual stream before block k. is_normed: whether the final norm is applied. sources: for each run the rows of its source, written as a run with cached rows alone. states: the states that recurrent blocks read and write for each run, from forerun.ops.cpu.packed.state_numbers. Returns for each block with experts how many experts the rows chose. Raises IndexError for a token without a row in the embedding, and for a position without cos and sin. Raises InternalError for numbers of runs, blocks, sources, layers or taps that contradict each other.
         """
 
     def features(self, layer_rows: Sequence[int], num_rows: int, out: int) -> None:
         """
-        Writes what a head makes of its target's rows behind each of its layers, float32 [num_rows, size], to `out`, float32 [num_rows, hidden_size].
+        Writes a head's features, float32 [num_rows, hidden_size], to `out`.
+
+        layer_rows: the target's rows after each layer that the head reads, float32 [num_rows, size].
         """
 
     def remember(
@@ -283,9 +289,9 @@ class Model:
         layer_rows: Sequence[int],
     ) -> None:
         """
-        Writes keys and values of what a head makes of its target's rows into all pools, as its blocks' context.
+        Writes the keys and values of a head's features into all pools, as the context of the head's blocks.
 
-        positions: of the rows. The rest is as for `forward` and `features`.
+        positions: the positions of the rows. The other arguments are those of `forward` and `features`.
         """
 
     def norm(self, hidden: int, num_rows: int, out: int) -> None:
@@ -324,9 +330,9 @@ class Model:
         states: Sequence[int] = [],
     ) -> tuple[list[list[int]], list[list[float]], list[list[object]]] | None:
         """
-        Continues each run by lengths[i] ids, and returns them, their probabilities where there are stops, and the distribution of each where there are draws, as of Sampler.probs, which is empty where nothing was drawn; None where a logit is NaN.
+        Continues each run by lengths[i] ids, and returns these ids.
 
-        draws: of each run, or none at all: ids of the largest logits. stops: of each run when it ends earlier, or none at all. counts: tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: of a head, the features of these tokens, float32 [tokens, hidden_size]. layer_rows: in place of them the target's rows behind each of its layers, of the same shape. states: as for `forward`, of all tokens that are fed.
+        With stops, also returns the ids' probabilities; with draws, also their distributions in the form of Sampler.probs, empty for an id that was not drawn. Returns None if a logit is NaN. draws: one for each run, or none; without draws, each id is that of the largest logit. stops: one for each run, which may end the run earlier, or none. counts: the number of tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: for a head, the features of the tokens in `counts`, float32 [tokens, hidden_size]. layer_rows: in place of the features, the target's rows after each layer that the head reads, each of the features' shape. states: as for `forward`, for all tokens that are fed.
         """
 
 def make_model(
@@ -342,7 +348,7 @@ def make_model(
     """
     Makes a model of a forerun.blocks.Spec.
 
-    bfloat16: the type of keys, values and plain rows, else float32. matrices: packed, by the products of blocks.weights(spec), with their biases; gate and up paired; "head" unless it is "embedding". vectors: addresses of norms' weights and biases, float32, by name. tables: those of an embedding that is not packed, and of learned positions, in the type above. The caller keeps all. target: of a head, whose embedding it reads where it has none of its own; ids: those of the target that its own stand for. Raises ValueError for a spec that `refusal` refuses and for a weight that is missing.
+    bfloat16: whether keys, values and plain rows are bfloat16; otherwise they are float32. matrices: packed matrices with their biases, by the products of blocks.weights(spec); gate and up are paired, and "head" is left out if it is "embedding". vectors: the addresses of the norms' weights and biases, float32, by name. tables: an embedding that is not packed, and learned positions, in the type of plain rows. The caller keeps all weights alive. target: for a head, the model whose embedding the head reads if it has none of its own. ids: the target's token id for each id of the head. Raises ValueError for a spec that `refusal` refuses, and for a missing weight.
     """
 
 class Sampler:
