@@ -143,7 +143,7 @@ def test_the_first_optimizer_is_no_silence(monkeypatch: pytest.MonkeyPatch, tmp_
     said, real = pipe_silent_for_an_hour(monkeypatch), loop.make_optimizer
 
     def make(*given: Any) -> torch.optim.AdamW:
-        until(said, "preparing the first step\n")
+        until(said, "preparing the first step")
         return real(*given)
 
     monkeypatch.setattr(loop, "make_optimizer", make)

@@ -65,7 +65,7 @@ def place_of(spec: str | None) -> Path:
 
 def test_auto_drafts_with_the_head_of_its_target(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = trained.find(OpenedCheckpoint.of(target))
-    assert spec == f"mixed:of=({WITHOUT_MODEL})+(eagle:path={place_of(spec)})"
+    assert spec == f"eagle:path={place_of(spec)}", "which searches the text, too"
     assert auto_of(target) == spec
     with LLM(target) as drafting, LLM(target, draft="none") as plain:
         (out,), (wanted,) = drafting.generate("def f(", GREEDY), plain.generate("def f(", GREEDY)
@@ -124,7 +124,7 @@ def test_a_broken_head_is_left_alone(target: Path, caplog: pytest.LogCaptureFixt
         (folder / "config.json").write_text(text, encoding="utf-8")
     finally:
         (folder / "model.safetensors").write_bytes(weights)
-    assert "+(eagle:path=" in auto_of(target)
+    assert "eagle:path=" in auto_of(target)
 
 
 def test_a_folder_that_cannot_be_written_is_said(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

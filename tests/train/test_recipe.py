@@ -76,7 +76,7 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     assert head.folder == out / "head"
     trained.keep(head.target, head.folder)
     drafting, plain = LLM(str(target)), LLM(str(target), draft="none")
-    assert drafting.engine.drafter.main == "mixed"
+    assert drafting.engine.drafter.main == "eagle"
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     assert drafting.generate("some words", params)[0].token_ids == plain.generate("some words", params)[0].token_ids
 

@@ -1,7 +1,8 @@
 """Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
 
-`forerun train head --keep` stores a head there. From then on `auto` uses it for that target: a search of the text
-drafts first, because its guesses cost nothing, and the head drafts if the search finds nothing.
+`forerun train head --keep` stores a head there. From then on `auto` uses it for that target. The text is searched, too.
+If the head tells its confidence, the guess that promises more is drafted. Otherwise the head drafts if the search finds
+nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from forerun.drafters.shared import head_files
 from forerun.errors import CapacityError, UserError
 from forerun.models.opened import OpenedCheckpoint
 from forerun.native import cache_folder
+from forerun.registry import load
 from forerun.text.json_files import read_json
 
 ROOM = "drafters"
@@ -31,9 +33,11 @@ def find(target: OpenedCheckpoint) -> str | None:
         if not (folder / head_files.CONFIG).is_file():
             return None
         method = read_json(folder / head_files.CONFIG)["forerun"]["method"]
+        searches = "search" in load("forerun.drafters", method, "drafter").Options.__dataclass_fields__
     except (UserError, OSError, KeyError, TypeError):  # loading the target or the head reports more
         return None
-    return f"mixed:of=({WITHOUT_MODEL})+({method}:path={folder})"
+    spec = f"{method}:path={folder}"
+    return spec if searches else f"mixed:of=({WITHOUT_MODEL})+({spec})"
 
 
 def keep(target: OpenedCheckpoint, head: Path) -> Path:
