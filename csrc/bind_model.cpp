@@ -521,7 +521,7 @@ void bind_model(nb::module_& m) {
             "each layer that the head reads, float32 [num_rows, size].")
         .def("remember", &remember, "positions"_a, "rotations"_a, "num_runs"_a, "numbers"_a, "pools"_a, "layer_rows"_a,
              "Writes the keys and values of a head's features into all pools, as the context of the head's blocks.\n\n"
-             "positions: the positions of the rows. The other arguments are those of `forward` and `features`.")
+             "positions: the position of each row. The other arguments are as for `forward` and `features`.")
         .def(
             "norm",
             [](Model& self, Address hidden, int rows, Address out) {
@@ -544,7 +544,7 @@ void bind_model(nb::module_& m) {
             "Continues each run by lengths[i] ids, and returns these ids.\n\n"
             "With stops, also returns the ids' probabilities; with draws, also their distributions in the form of "
             "Sampler.probs, empty for an id that was not drawn. Returns None if a logit is NaN. "
-            "draws: one for each run, or none; without draws, each id is that of the largest logit. stops: one for each run, "
+            "draws: one for each run, or none; without draws, the id with the largest logit is taken. stops: one for each run, "
             "which may end the run earlier, or none. counts: the number of tokens that each run begins with. numbers: as for "
             "`forward`, with cache rows for all tokens that are fed. input: for a head, the features of the tokens in `counts`, "
             "float32 [tokens, hidden_size]. layer_rows: in place of the features, the target's rows after each layer that "

@@ -287,7 +287,7 @@ void bind_ops(nb::module_& m) {
             "round_stored", &round_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a,
             "numbers"_a, "group"_a,
             "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them.\n\nReturns whether that was possible, and "
-            "whether all scales fit. The other arguments are those of `fill_stored`.")
+            "whether all scales fit. The other arguments are as for `fill_stored`.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from inspect import Signature, signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, NotFound, UserError, shown
@@ -60,9 +59,8 @@ class Quantization:
         """Parse int8 or int4, optionally followed by :group=N and :again. Raises BadOption for any other text."""
         match = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
         if match is None or (match[2] is not None and int(match[2]) not in GROUPS[int(match[1])]):
-            raise BadOption(
-                by_value("quantization", text) or f"quantization={shown(text)} is not possible: {HOW_QUANTISED}"
-            )
+            said = by_value("quantization", text) or f"quantization={shown(text)} is not possible: {HOW_QUANTISED}"
+            raise BadOption(said, "quantization")
         return cls(int(match[1]), int(match[2] or cls.group), match[3] is not None)
 
 
@@ -317,13 +315,13 @@ class EngineConfig:
         Aliases are resolved within each source, so options contradict each other only within a source. Raises BadOption
         and NotFound.
         """
-        sources = _Sources.read(flags, config_file)
-        if (models := _models_of(sources.file)) is not None:
+        file, variables, given = _read_sources(flags, config_file)
+        if (models := _models_of(file.options)) is not None:
             raise BadOption(
                 f"the config file names models ({', '.join(models)}), as `forerun serve` takes them: write the options "
                 "of one model, without [models]"
             )
-        return sources.merged(cls, usual or {})
+        return _merged((_Source(usual or {}), file, variables, given))
 
     @classmethod
     def several(
@@ -336,41 +334,27 @@ class EngineConfig:
         them. Without targets and tables there is one engine, and other sources name its target. Raises BadOption and
         NotFound.
         """
-        sources = _Sources.read(flags, config_file)
-        file, models = sources.file, _models_of(sources.file)
+        file, variables, given = _read_sources(flags, config_file)
+        models = _models_of(file.options)
         if models is None:
             named = [{"target": target} for target in targets] or [{}]
-            return [replace(sources, given={**sources.given, **one}).merged(cls) for one in named]
+            return [_merged((file, variables, given, _Source(one))) for one in named]
         if targets:
             raise BadOption(
                 f"the config file names models ({', '.join(models)}) and the command does, too ({', '.join(targets)}): "
                 "name them in one place"
             )
-        rest = {name: value for name, value in file.items() if name != _MODELS}
-        if "target" in rest or "target" in sources.variables:
+        rest = {name: value for name, value in file.options.items() if name != _MODELS}
+        if "target" in rest or "target" in variables.options:
             raise BadOption("target and [models] contradict each other: drop one of them")
         configs = list[EngineConfig | tuple[str, EngineConfig]]()
         for name, options in models.items():
+            table = _Source(options, f"{file.place}[models.{name}]: ")
             try:
-                configs.append((name, replace(sources, file=options).merged(cls, rest)))
+                configs.append((name, _merged((replace(file, options=rest), table, variables, given))))
             except BadOption as error:
-                raise BadOption(f"[models.{name}]: {error}") from error
+                raise (error if error.option else table.named(error)) from error
         return configs
-
-    @classmethod
-    def _merged(cls, sources: Seq[Mapping[str, Any]]) -> EngineConfig:
-        """Merge sources. Later sources override earlier sources."""
-        merged, needs_draft = dict[str, Any](), False
-        for source in sources:
-            values = _resolve_aliases(source)
-            on = values.pop(_USE, None)
-            if on and merged.get("draft") == _OFF:
-                del merged["draft"]  # a later source switches drafting on, which an earlier one had switched off
-            merged |= values
-            needs_draft = needs_draft if on is None else on
-        if needs_draft and "draft" not in merged:
-            raise BadOption(NO_DRAFT)
-        return cls.make(**merged)
 
 
 _ADDRESS = re.compile(
@@ -382,19 +366,18 @@ _ADDRESS = re.compile(
 
 def _no_option(name: str, value: object) -> str:
     """Return the error message for a name that is no option of the engine."""
-    if name in SamplingParams.__dataclass_fields__:
-        return (
-            f"{name}={shown(value)} is no option of the engine: give it with each request, in "
-            f"SamplingParams({name}={shown(value)})"
-        )
+    if (there := _of_requests(name)) is not None:
+        return f"{name}={shown(value)} is no option of the engine: {there}"
     known = EngineConfig.__dataclass_fields__
     return by_name(name, known, "SamplingParams") or unknown("option", name, known)
 
 
-def _of_requests(name: str, value: object) -> str | None:
-    """Return what to do on a command line instead, if the name is a parameter of requests; otherwise None."""
+def _of_requests(name: str) -> str | None:
+    """Return what to do instead, if the name is a parameter of requests; otherwise None."""
     field = SamplingParams.__dataclass_fields__.get(name)
-    return None if field is None else f"give it with each request, as {flag_of(field)} {value}"
+    if field is None:
+        return None
+    return f"give it with each request: in SamplingParams, by {flag_of(field)}, or as {name} in a body"
 
 
 def hub_id_of(text: str) -> str:
@@ -514,40 +497,57 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Sources:
-    """Holds options by their source: command-line flags, environment variables, and a config file at `path`."""
+class _Source:
+    """Holds the options of one source. place: the source in words, with which an error begins; "" for flags.
 
-    given: Mapping[str, Any]
-    variables: Mapping[str, Any]
-    file: Mapping[str, Any]
-    path: str | None
+    is_environment: whether the options are environment variables.
+    """
 
-    @classmethod
-    def read(cls, flags: Mapping[str, Any], config_file: str | None) -> _Sources:
-        """Read the environment variables, and the config file. Flags that are None are not given."""
-        variables = _read_environment()
-        path = variables.pop("config", None) if config_file is None else config_file
-        given = {name: value for name, value in flags.items() if value is not None}
-        return cls(given, variables, _read_file(path) if path else {}, path)
+    options: Mapping[str, Any]
+    place: str = ""
+    is_environment: bool = False
 
-    def merged(self, config: type[EngineConfig], earlier: Mapping[str, Any] = MappingProxyType({})) -> EngineConfig:
-        """Return the merged options. The options `earlier` are overridden by all sources.
+    def named(self, error: BadOption) -> BadOption:
+        """Return an error that calls the option by the name in this source, and says which source it is."""
+        name, message = error.option, str(error)
+        if name is not None and message.startswith(name):
+            given = next((alias for alias, ours in _ALIASES.items() if ours == name and alias in self.options), name)
+            shown_name = f"FORERUN_{given.upper()}" if self.is_environment else given
+            message = shown_name + message.removeprefix(name)
+        return BadOption(self.place + message, error.option)
 
-        Raises BadOption; the message names the environment variable or the file that gives a wrong option.
-        """
+
+def _merged(sources: Seq[_Source]) -> EngineConfig:
+    """Merge sources. Later sources override earlier sources. Raises BadOption, which names the source."""
+    merged, origins, needs_draft = dict[str, Any](), dict[str, _Source](), False
+    for source in sources:
         try:
-            return config._merged((earlier, self.file, self.variables, self.given))
+            values = _resolve_aliases(source.options)
         except BadOption as error:
-            name = error.option
-            if name is None or name in self.given or not (name in self.variables or name in self.file):
-                raise
-            is_of_file, message = name not in self.variables, str(error)
-            if name not in config.__dataclass_fields__:
-                there = _of_requests(name, self.file.get(name))
-                message = f"{name} is no option of the engine: {there}" if there else message
-            if is_of_file:
-                raise BadOption(f"the config file {shown(self.path)}: {message}") from None
-            raise BadOption(message.replace(name, f"FORERUN_{name.upper()}", 1)) from None
+            raise source.named(error) from error
+        on = values.pop(_USE, None)
+        if on and merged.get("draft") == _OFF:
+            del merged["draft"]  # a later source switches drafting on, which an earlier one had switched off
+        merged |= values
+        origins |= dict.fromkeys(values, source)
+        needs_draft = needs_draft if on is None else on
+    if needs_draft and "draft" not in merged:
+        raise BadOption(NO_DRAFT)
+    try:
+        return EngineConfig.make(**merged)
+    except BadOption as error:
+        if error.option not in origins:
+            raise
+        raise origins[error.option].named(error) from error
+
+
+def _read_sources(flags: Mapping[str, Any], config_file: str | None) -> tuple[_Source, _Source, _Source]:
+    """Return three sources: the config file, the environment variables, and the given flags."""
+    variables = _read_environment()
+    path = variables.pop("config", None) if config_file is None else config_file
+    given = {name: value for name, value in flags.items() if value is not None}
+    file = _Source(_read_file(path) if path else {}, f"the config file {shown(path)}: ")
+    return file, _Source(variables, is_environment=True), _Source(given)
 
 
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
@@ -580,7 +580,7 @@ def _read_environment() -> dict[str, Any]:
         if variable.startswith("FORERUN_") and variable not in allowed and not is_a_link:
             option = variable.removeprefix("FORERUN_").lower()
             there = by_name(option, EngineConfig.__dataclass_fields__, "SamplingParams", "FORERUN_")
-            there = there or _of_requests(option, value)
+            there = there or _of_requests(option)
             raise BadOption(f"there is no {variable}: {there}" if there else unknown("variable", variable, allowed))
     return {name: os.environ[variable] for variable, name in names.items() if variable in os.environ}
 

@@ -105,7 +105,8 @@ class UserError(ForerunError):
 class BadOption(UserError, ValueError):
     """An option, parameter or value that cannot be honoured. It is a ValueError, too, as in other libraries.
 
-    option: the name of the option, if the message begins with that name and the value.
+    option: the name of the option that is at fault, if it is known. The message begins with this name and the value,
+    unless it says that the option belongs elsewhere.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:

@@ -256,7 +256,7 @@ def test_every_spelling_is_answered_as_a_keyword() -> None:
     fields = EngineConfig.__dataclass_fields__.keys()
     for name in names - aliases - fields:
         answer = rf" {name} (is .* here|has no counterpart here: ).*{SEE}$"
-        of_requests = rf"in SamplingParams\({name}=1\)$"  # the same name here, only elsewhere
+        of_requests = rf"give it with each request: .*, or as {name} in a body$"  # the same name here, only elsewhere
         with pytest.raises(BadOption, match=of_requests if name in SamplingParams.__dataclass_fields__ else answer):
             EngineConfig.make(**{name: 1})
     same = {"quantization", "generation_config", "chat_template", "max_num_batched_tokens", "kv_cache_dtype"}

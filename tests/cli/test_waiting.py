@@ -63,7 +63,7 @@ def test_the_lines_of_a_long_wait_get_rare(monkeypatch: pytest.MonkeyPatch) -> N
     wait._told, wait._told_s = "training", 7200.0
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: 7200.0))
     monkeypatch.setattr(Waiting, "_silent_since_s", 7200.0)
-    assert wait._still_silent_s() == waiting.SILENT_S
+    assert wait._still_silent_s() == pytest.approx(waiting.SILENT_S)
     for taken_s, new_s, same_s in ((1, 0.1, 30), (30, 1.6, 30), (7200, 379, 379)):
         wait._begun_s = 7200.0 - taken_s
         assert [wait._is_due(text, 7200 + new_s) for text in ("training", "step 3")] == [new_s == same_s, True]
@@ -198,6 +198,21 @@ def pipe_silent_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     monkeypatch.setattr(Waiting, "_silent_since_s", now_s - 3601)
     monkeypatch.setattr(Waiting, "_ended_s", now_s)
     return said
+
+
+def test_a_reader_that_has_gone_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            if is_gone.is_set():
+                raise BrokenPipeError
+            return super().write(text)
+
+    said, is_gone = Gone(), threading.Event()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.001)
+    with Waiting("training"):
+        until(said, "training")
+        is_gone.set()
 
 
 def test_displays_that_follow_each_other_share_one_silence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, native
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig
 from forerun.drafters import WITHOUT_MODEL
@@ -54,8 +55,8 @@ def train(target: Path, folder: Path, method: str) -> str:
         return run_command(f"head --method {method} {options} {sizes}")
 
 
-def auto_of(target: Path) -> str:
-    return Opened.of(EngineConfig(target=str(target))).auto
+def auto_of(target: Path, **options: Any) -> str:
+    return Opened.of(EngineConfig(target=str(target), **options)).auto
 
 
 def place_of(spec: str | None) -> Path:
@@ -65,8 +66,12 @@ def place_of(spec: str | None) -> Path:
 
 def test_auto_drafts_with_the_head_of_its_target(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = trained.find(OpenedCheckpoint.of(target))
-    assert spec == f"eagle:path={place_of(spec)}", "which searches the text, too"
-    assert auto_of(target) == spec
+    assert spec == f"mixed:of=({WITHOUT_MODEL})+(eagle:path={place_of(spec)})"
+    weighing = f"eagle:path={place_of(spec)}"
+    is_native = native.extension() is not None
+    assert auto_of(target) == (weighing if is_native else spec), "it searches the text, too, and tells its confidence"
+    for elsewhere in ({"ops": "reference"}, {"pacing": "fixed"}, {"spec_length": 3}):
+        assert auto_of(target, **elsewhere) == spec, elsewhere
     with LLM(target) as drafting, LLM(target, draft="none") as plain:
         (out,), (wanted,) = drafting.generate("def f(", GREEDY), plain.generate("def f(", GREEDY)
     assert out.report.num_drafted > 0

@@ -143,7 +143,10 @@ def test_no_value_that_works_here_is_answered_as_a_peers():
             "max_num_batched_tokens=7 is not possible: it must be at least max_batch_size=8",
         ),
         ({"draft": 3}, "draft=3 is not possible"),
-        ({"temperature": 0}, "temperature=0 is no option of the engine: give it with each request, in SamplingParams("),
+        (
+            {"temperature": 0},
+            "temperature=0 is no option of the engine: give it with each request: in SamplingParams, by --temperature,",
+        ),
     ],
 )
 def test_refusals(options, words):
@@ -211,17 +214,26 @@ def test_errors_name_the_source_of_a_wrong_option(tmp_path, monkeypatch):
     assert re.fullmatch(r"the config file .*toml': spec_length='x' is not possible: it must be a whole number", said)
     assert merged(tmp_path, wrong, spec_length=5).spec_length == 5, "a flag stands in its place"
     assert refusal(BadOption, merged, tmp_path, wrong, spec_length=99).startswith("spec_length=99 is not possible")
-    monkeypatch.setenv("FORERUN_SPEC_LENGTH", "y")
-    assert refusal(BadOption, merged, tmp_path, wrong).startswith("FORERUN_SPEC_LENGTH='y' is not possible")
-    monkeypatch.delenv("FORERUN_SPEC_LENGTH")
+    assert "toml': num_speculative_tokens='x' is" in refusal(BadOption, merged, tmp_path, 'num_speculative_tokens="x"')
     said = refusal(BadOption, merged, tmp_path, "max_tokens = 5")
-    assert said.endswith(": max_tokens is no option of the engine: give it with each request, as --max-tokens 5")
-    (tmp_path / "models.toml").write_text(f'[models.a]\ntarget = "x"\n{wrong}')
-    said = refusal(BadOption, EngineConfig.several, [], {}, str(tmp_path / "models.toml"))
-    assert said.startswith("[models.a]: the config file")
-    monkeypatch.setenv("FORERUN_BAD_WORDS", "y")
-    said = refusal(BadOption, EngineConfig.from_sources, {})
-    assert said == "there is no FORERUN_BAD_WORDS: give it with each request, as --bad-word y"
+    way_out = "give it with each request: in SamplingParams, by --max-tokens, or as max_tokens in a body"
+    assert said.endswith(f"toml': max_tokens=5 is no option of the engine: {way_out}")
+    file = tmp_path / "models.toml"
+    for text, place in (
+        (f'[models.a]\ntarget = "x"\n{wrong}', r"\[models.a\]: "),
+        (f'{wrong}[models.a]\ntarget="x"', ""),
+    ):
+        file.write_text(text)
+        said = refusal(BadOption, EngineConfig.several, [], {}, str(file))
+        assert re.match(rf"the config file .*models.toml': {place}spec_length='x' is not possible", said)
+    file.write_text('[models.a]\ntarget = "x"\nuse_speculative_decoding = true\n')
+    assert "models.toml': [models.a]: use_" in refusal(BadOption, EngineConfig.several, [], {}, str(file))
+    for variable in ("SPEC_LENGTH", "NUM_SPECULATIVE_TOKENS", "QUANTIZATION"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"FORERUN_{variable}", "y")
+            assert refusal(BadOption, merged, tmp_path, "").startswith(f"FORERUN_{variable}='y' is not possible")
+    monkeypatch.setenv("FORERUN_MAX_TOKENS", "y")
+    assert refusal(BadOption, EngineConfig.from_sources, {}) == f"there is no FORERUN_MAX_TOKENS: {way_out}"
 
 
 @pytest.mark.usefixtures("no_variables")

@@ -44,6 +44,7 @@ def test_defaults_are_those_of_the_api() -> None:
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
     floats = {name: float(value) for name, value in given.items()}
     assert repr(read(CHAT, **floats).params) == repr(SamplingParams(**given)), "JSON has one type of numbers"
+    assert repr(read(COMPLETIONS, prompt=[1.0, 2]).prompts) == "([1, 2],)"
     for url in (CHAT, COMPLETIONS):
         asked = {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}
         job = generating()[url].job(asked, "small", given)

@@ -267,7 +267,7 @@ def test_the_form_of_an_answer() -> None:
     assert (job.params.json_schema, job.given["text"]["format"]) == (wanted, form)
     assert respond(text={"format": {"type": "json_object"}}).params.json_object
     assert message(output_config={"format": form}).params.json_schema == wanted
-    assert message(thinking={"type": "enabled", "budget_tokens": 64}).max_thinking_tokens == 64
+    assert message(thinking={"type": "enabled", "budget_tokens": 64.0}).max_thinking_tokens == 64
 
 
 def test_the_document_has_the_limits_of_fields() -> None:

@@ -142,7 +142,7 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         seen: dict[str, int] = {}
         ranked: list[tuple[int, int, str, Prompt]] = []
         for i, row in enumerate(rows):

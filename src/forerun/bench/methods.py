@@ -126,7 +126,7 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
     by_kind: dict[str, list[WorkPrompt]] = {}
     try:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").split("\n"):
             if line.strip():
                 prompt = WorkPrompt(**json.loads(line))
                 by_kind.setdefault(prompt.kind, []).append(prompt)

@@ -391,8 +391,9 @@ def skip(
 
 def say(text: str, err: bool = False) -> None:
     """Print a line. Control characters are made visible, because names of files in the line may contain some."""
-    from forerun.text.terminal import visible
+    from forerun.text.terminal import close_line, visible
 
+    close_line()
     typer.echo(visible(text), err=err)
 
 

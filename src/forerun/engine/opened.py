@@ -178,7 +178,7 @@ class Opened:
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
-            kept = trained.find(self.files)
+            kept = trained.find(self.files, self._weighs_searches)
             if kept is not None and self._serves(kept):
                 return kept
         if name != drafters.WITHOUT_MODEL or self.config_only:
@@ -187,6 +187,15 @@ class Opened:
             return "mtp"
         beside = companions.find(self.files)
         return name if beside is None or not self._serves(beside) else beside
+
+    @property
+    def _weighs_searches(self) -> bool:
+        """Whether a drafter can weigh its model's guess against the guess of its search of the text.
+
+        Native operators tell the model's confidence, and pacing=auto compares it.
+        """
+        is_native = self.config.device != "cuda" and ops.resolve(self.config.ops, "cpu", self.spec) == "native"
+        return is_native and self.config.pacing_spec.startswith("auto")
 
     def _serves(self, spec: str) -> bool:
         """Return whether the drafter `spec` can draft for the target. If it cannot, log the reason."""

@@ -25,6 +25,7 @@ _TYPES: Mapping[str, tuple[Any, str, str]] = {
     "null": (type(None), "null", ""),
     "any": (object, "any value", ""),
 }
+_SIMPLE = frozenset((int, str))  # types of values in which there is no float
 # Bounds of a number, or of the length of anything else.
 _BOUNDS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     **dict.fromkeys(("minimum", "minLength", "minItems"), (ge, "at least")),
@@ -40,15 +41,21 @@ def check_schema(where: str, value: Any, schema: Schema) -> None:
 
 
 def whole(value: Any, schema: Schema) -> Any:
-    """Return a float without a fraction as an int, if the schema permits whole numbers; return other values unchanged.
+    """Return a value with floats that have no fraction as ints, wherever the schema permits whole numbers.
 
     Clients in languages without integers send floats, and JSON has one type of numbers.
     """
-    return int(value) if isinstance(value, float) and value.is_integer() and _takes_whole(schema) else value
-
-
-def _takes_whole(schema: Schema) -> bool:
-    return schema.get("type") == "integer" or any(map(_takes_whole, schema.get("anyOf", ())))
+    ways = schema.get("anyOf", (schema,))
+    if isinstance(value, float):
+        takes_whole = any(way.get("type") == "integer" for way in ways)
+        return int(value) if takes_whole and value.is_integer() else value
+    if isinstance(value, list) and not _SIMPLE.issuperset(map(type, value)):
+        items: Schema = next((way["items"] for way in ways if "items" in way), {})
+        return [whole(one, items) for one in value]
+    if isinstance(value, Mapping):
+        known: Schema = next((way["properties"] for way in ways if "properties" in way), {})
+        return {name: whole(one, known[name]) if name in known else one for name, one in value.items()}
+    return value
 
 
 def _refusal(where: str, value: Any, schema: Schema) -> Refused | None:

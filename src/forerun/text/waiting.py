@@ -10,16 +10,16 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from forerun.text.terminal import close_line, dot, make_console, note, redraws
 
-SILENT_S = 1.5  # between two signs of life, where there is no terminal
+SILENT_S = 1.2  # between two signs of life, where there is no terminal; a process starts in half a second
 SHARE = 0.05  # of a long wait passes between two of its lines
 SAME_LINE_S = 30.0  # at least, before a line repeats the text of the line before
 LOOK_S = 0.1  # between two looks for a first text
-_IMPORTED_S = time.monotonic()  # the command has been silent since it began, some tenths of a second before
 
 
 class Waiting:
@@ -33,8 +33,7 @@ class Waiting:
     text. after_s: the seconds before a terminal shows the first text. is_quiet: whether nothing is shown.
     """
 
-    _silent_since_s = _IMPORTED_S  # since when nothing was printed
-    _ended_s = math.inf  # when the last display ended; the first one goes on with the silence of the command's start
+    _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
 
     def __init__(self, text: str | Callable[[], str], after_s: float = 0.0, *, is_quiet: bool = False) -> None:
         self._after_s, self._lock = after_s, threading.Lock()
@@ -66,7 +65,8 @@ class Waiting:
                 if self._status is not None:
                     self._status.stop()
                 elif self._told:
-                    close_line()
+                    with suppress(OSError):  # the reader has gone, and the work that was waited for is worth more
+                        close_line()
 
     def __enter__(self) -> Self:
         self._begun_s = now_s = time.monotonic()

@@ -47,7 +47,7 @@ def _entries(path: Path) -> Iterator[Any]:
         if path.suffix == ".json":
             yield from _listed(text, path)
             return
-        for line in text.splitlines():
+        for line in text.split("\n"):  # JSON may contain other line separators
             if line.strip():
                 yield json.loads(line)
     except (ValueError, RecursionError) as error:

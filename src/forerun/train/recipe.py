@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from forerun.config import EngineConfig
@@ -36,7 +38,7 @@ MOST_PASSES = 10  # over the samples; after five passes a head still learned
 LEAST_TOKENS = 2048  # of samples: fewer teach nothing
 NO_END = 1 << 40  # tokens, which no run reaches
 TIMED_STEPS = 3
-ARITHMETICS: tuple[Autocast, ...] = ("off", "bf16")
+CLEARLY = 0.9  # of float32's time, and bfloat16 is worth its rounding
 TOKENS_PER_STEP = 1024
 PASSAGE_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, 600, 512
 SAMPLES, FEATURES = "samples.ids", "features"
@@ -150,19 +152,21 @@ def planned(
     """
     for weight in task.weights.values():
         weight.requires_grad_(True)
-    run, step_s = task.config, dict[Autocast, float]()
-    for autocast in ARITHMETICS if loop.has_bf16("cpu") else ARITHMETICS[:1]:
-        task.config = replace(run, autocast=autocast)
-        with loop.deterministic():
-            task.loss(0).backward()  # type: ignore[no-untyped-call]  # the first one takes longer
-            begun = clock()
-            for step in range(TIMED_STEPS):
+    run = task.config
+    ways: tuple[Autocast, ...] = ("off", "bf16") if loop.has_bf16("cpu") else ("off",)
+    timed_s: dict[Autocast, list[float]] = {way: [] for way in ways}
+    with loop.deterministic():
+        for step in range(1 + TIMED_STEPS):  # in turns, because other programs may be busy for a while
+            for way in ways:
+                task.config = replace(run, autocast=way)
+                begun = clock()
                 task.loss(step).backward()  # type: ignore[no-untyped-call]
-        step_s[autocast] = (clock() - begun) / TIMED_STEPS
+                timed_s[way].append(clock() - begun)
     task.config = run
+    step_s = {way: median(seconds[1:]) for way, seconds in timed_s.items()}  # the first one takes longer
     for weight in task.weights.values():
         weight.grad = None
-    faster = min(step_s, key=step_s.__getitem__)
+    faster: Autocast = "bf16" if step_s.get("bf16", inf) < CLEARLY * step_s["off"] else "off"
     whole_s = 3600 * config.hours
     left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s - (clock() - prepared_from_s))
     num_tokens: int = task.facts["num_tokens"]

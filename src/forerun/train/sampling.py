@@ -88,6 +88,8 @@ def write(
                 start = time.perf_counter()
             writer.write(file, config.num_tokens, config.batch_size, look, recording)
         except KeyboardInterrupt:
+            if not file.num_tokens:
+                raise
             raise Stopped(f"{file.num_tokens:,} tokens") from None
         finally:
             file.close()

@@ -1,8 +1,8 @@
 """Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
 
-`forerun train head --keep` stores a head there. From then on `auto` uses it for that target. The text is searched, too.
-If the head tells its confidence, the guess that promises more is drafted. Otherwise the head drafts if the search finds
-nothing.
+`forerun train head --keep` stores a head there. From then on `auto` uses the head for that target, and searches the
+text, too. Where the head's guess can be weighed against the search's, the guess that promises more is drafted.
+Elsewhere the head drafts if the search finds nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from forerun.text.json_files import read_json
 ROOM = "drafters"
 
 
-def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter with the head that is kept for a target; None if no head is kept."""
+def find(target: OpenedCheckpoint, weighs_searches: bool = False) -> str | None:
+    """Return the spec of the drafter with the head that is kept for a target; None if no head is kept.
+
+    weighs_searches: whether a drafter's own search (drafters/shared/searching.py) works in the engine.
+    """
     room = cache_folder() / ROOM
     target = target.original or target
     if target.source is None or not room.is_dir():
@@ -33,11 +36,11 @@ def find(target: OpenedCheckpoint) -> str | None:
         if not (folder / head_files.CONFIG).is_file():
             return None
         method = read_json(folder / head_files.CONFIG)["forerun"]["method"]
-        searches = "search" in load("forerun.drafters", method, "drafter").Options.__dataclass_fields__
+        has_search = "search" in load("forerun.drafters", method, "drafter").Options.__dataclass_fields__
     except (UserError, OSError, KeyError, TypeError):  # loading the target or the head reports more
         return None
     spec = f"{method}:path={folder}"
-    return spec if searches else f"mixed:of=({WITHOUT_MODEL})+({spec})"
+    return spec if has_search and weighs_searches else f"mixed:of=({WITHOUT_MODEL})+({spec})"
 
 
 def keep(target: OpenedCheckpoint, head: Path) -> Path:

@@ -59,6 +59,7 @@ from forerun.serve.fields import (
     structure,
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
+from forerun.serve.schemas import whole
 from forerun.serve.tools import THINKING, listed, tool_request
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import AUTO, ToolRequest
@@ -109,7 +110,6 @@ _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
     "penalize_newline": ((True,), "ends of lines, too"),
 }
 _WINDOW = "repeat_last_n"
-_WHOLE = frozenset(("num_predict", "draft_num_predict", "top_k", "seed", "repeat_last_n", CONTEXT))
 _UNLIMITED = (-1, -2)  # as num_predict: until the end, and until the context is full
 _NO_TIME = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")  # in the form of Go's durations
 
@@ -218,14 +218,6 @@ def _done_reason(keep_alive: Any) -> str:
     return "unload" if is_none and keep_alive is not False else "load"
 
 
-def _whole(name: str, value: Any) -> Any:
-    """Return the value of an option. A whole number sent as a float becomes an int, if the option takes whole numbers.
-
-    Clients in languages without integers send floats.
-    """
-    return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value
-
-
 def _options(read: Given) -> dict[str, Any]:
     """Return the sampling parameters in the field `options` of a body. The returned keys are Ollama's names.
 
@@ -236,7 +228,8 @@ def _options(read: Given) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
     for name, value in options.items():
-        field, value = _OF_OPTIONS.get(name), _whole(name, value)
+        field = _OF_OPTIONS.get(name)
+        value = value if field is None or field.schema is None else whole(value, field.schema)
         if value is None or (field is not None and field.inert):
             continue
         try:
