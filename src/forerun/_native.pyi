@@ -115,7 +115,7 @@ class Backend:
         """
         Rounds rows of a file to 4 bits (ops/quantising.py) and packs them.
 
-        Returns whether that was possible, and whether all scales fit. The other arguments are those of `fill_stored`.
+        Returns whether that was possible, and whether all scales fit. The other arguments are as for `fill_stored`.
         """
 
     def linear(self, arg0: Packed, arg1: int, arg2: int, arg3: int, /) -> None: ...
@@ -291,7 +291,7 @@ class Model:
         """
         Writes the keys and values of a head's features into all pools, as the context of the head's blocks.
 
-        positions: the positions of the rows. The other arguments are those of `forward` and `features`.
+        positions: the position of each row. The other arguments are as for `forward` and `features`.
         """
 
     def norm(self, hidden: int, num_rows: int, out: int) -> None:
@@ -332,7 +332,7 @@ class Model:
         """
         Continues each run by lengths[i] ids, and returns these ids.
 
-        With stops, also returns the ids' probabilities; with draws, also their distributions in the form of Sampler.probs, empty for an id that was not drawn. Returns None if a logit is NaN. draws: one for each run, or none; without draws, each id is that of the largest logit. stops: one for each run, which may end the run earlier, or none. counts: the number of tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: for a head, the features of the tokens in `counts`, float32 [tokens, hidden_size]. layer_rows: in place of the features, the target's rows after each layer that the head reads, each of the features' shape. states: as for `forward`, for all tokens that are fed.
+        With stops, also returns the ids' probabilities; with draws, also their distributions in the form of Sampler.probs, empty for an id that was not drawn. Returns None if a logit is NaN. draws: one for each run, or none; without draws, the id with the largest logit is taken. stops: one for each run, which may end the run earlier, or none. counts: the number of tokens that each run begins with. numbers: as for `forward`, with cache rows for all tokens that are fed. input: for a head, the features of the tokens in `counts`, float32 [tokens, hidden_size]. layer_rows: in place of the features, the target's rows after each layer that the head reads, each of the features' shape. states: as for `forward`, for all tokens that are fed.
         """
 
 def make_model(
