@@ -90,7 +90,7 @@ class Waiting:
 
     def _print_lines(self) -> None:
         while not self._over.wait(max(LOOK_S, self._still_silent_s())):
-            with self._lock:  # no line comes behind the end
+            with self._lock, suppress(OSError):  # no line comes behind the end; a reader may have gone
                 text = self._text() if callable(self._text) else self._text
                 if text and not self._over.is_set() and self._still_silent_s() <= 0:
                     now_s = time.monotonic()
