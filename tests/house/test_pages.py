@@ -21,7 +21,7 @@ ROOMS = ("drafters", "verify", "pacing")
 MOST_ON_TOP = 12  # pages of docs/ that stand in no folder
 NAME = "followers"  # of the drafter that is added
 WRITTEN = {"README.md", "docs/drafters.md", "docs/methods/README.md"}  # by `make pages`, behind a new drafter
-COPIED = ("src", "tests", "docs", "examples", "benchmarks", "csrc", "deploy", ".ci", ".github")
+COPIED = ("src", "tests", "docs", "examples", "benchmarks", "heads", "csrc", "deploy", ".ci", ".github")
 # Of each file of house tests those that a drafter or its page could break.
 CONCERNED = {
     "test_pages.py": "not test_a_drafter_is_two_files and not test_an_api_is_one_file",
