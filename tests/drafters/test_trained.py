@@ -1,4 +1,4 @@
-"""Heads that `forerun train head --keep` keeps: `auto` finds them by the fingerprint of their target, and no other."""
+"""Heads that `forerun train head --keep` keeps, and that ship: `auto` finds those of its target, and no others."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from forerun import LLM, SamplingParams, native
 from forerun.blocks import Plain, weight_shapes
 from forerun.config import EngineConfig
 from forerun.drafters import WITHOUT_MODEL
-from forerun.drafters.shared import trained
+from forerun.drafters.shared import head_files, trained
 from forerun.engine.opened import Opened
 from forerun.errors import CapacityError
 from forerun.models.opened import OpenedCheckpoint
@@ -101,6 +101,23 @@ def test_it_is_not_found_for_another_model(target: Path, tmp_path: Path) -> None
     weights[norm] = weights[norm] * torch.linspace(1, 1.5, len(weights[norm]))
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
     assert auto_of(changed) == WITHOUT_MODEL
+
+
+@pytest.mark.skipif(native.extension() is None, reason="elsewhere the text is searched first")
+def test_a_head_that_ships_is_found_for_its_target(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install ./heads` puts it into the environment. One that was kept comes first."""
+    kept = place_of(auto_of(target))
+    ships = shutil.copytree(kept, tmp_path / "site" / head_files.PACKAGE / "tiny")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert head_files.shipped_folders()["tiny"] == ships
+    assert place_of(auto_of(target)) == kept
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache" / trained.ROOM).mkdir(parents=True)
+    assert place_of(auto_of(target)) == ships
+    assert auto_of(write_tiny(tmp_path / "other", seed=1)) == WITHOUT_MODEL
+    assert LLM(target, draft="eagle:path=tiny").generate("def f(", GREEDY)[0].report.num_drafted > 0
 
 
 def test_what_is_kept_last_counts(target: Path, cache: Path) -> None:

@@ -185,17 +185,20 @@ class OpenedCheckpoint:
         return headers or said_tensors(self.spec, self.raw)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """A hex digest of the model's sizes, and of its norms and biases in bfloat16.
+    def fingerprint(self) -> str | None:
+        """A hex digest of the model's sizes, and of its norms and biases in bfloat16; None for a model without files.
 
         Quantisation changes none of these numbers, so quantised files of a model have the same fingerprint as the
-        original files. Raises as `weights`.
+        original files. A widened model has the fingerprint of its files. Raises as `weights`.
         """
-        spec, digest = self.spec, xxhash.xxh3_128()
+        files = self.original or self
+        if files.source is None:
+            return None
+        spec, digest = files.spec, xxhash.xxh3_128()
         digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
-        for name, stored in sorted(self.weights.tensors.items()):
+        for name, stored in sorted(files.weights.tensors.items()):
             if len(stored.shape) == 1:
-                for block in self.weights.blocks(name):
+                for block in files.weights.blocks(name):
                     digest.update(name.encode() + block.to("bfloat16").values.tobytes())
         return digest.hexdigest()
 

@@ -106,6 +106,7 @@ class HeadTask:
             HostWeights(weights | {head_files.PROBE: self.teacher.probe}),
             sizes,
             self.tokenizer,
+            self.checkpoint.opened.fingerprint,
         )
         if (save_beside := getattr(self.head, "save_beside", None)) is not None:
             save_beside(self.config.out, self.checkpoint)

@@ -1,14 +1,15 @@
 """Folders of trained heads: config.json, and model.safetensors under the names that published heads use.
 
-`forerun train head` writes such folders. The entry "forerun" of config.json names the method that reads the folder, and
-the tokenizer of the head's ids. The tensor `target_probe` holds some embeddings of the target for which the head was
-trained. A head for another target is refused, because its drafts would be rejected. A head for the same target with
-fewer bits is accepted.
+`forerun train head` writes such folders. The entry "forerun" of config.json names the method that reads the folder, the
+tokenizer of the head's ids, and the fingerprint of the target, by which `draft=auto` finds a head that ships. The
+tensor `target_probe` holds some embeddings of the target for which the head was trained. A head for another target is
+refused, because its drafts would be rejected. A head for the same target with fewer bits is accepted.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun import native
 from forerun.blocks import MATRIX_BITS, TABLE_BITS, Features
 from forerun.config import Quantization
 from forerun.drafters import Known
@@ -44,7 +46,7 @@ from forerun.text.json_files import read_json
 
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-SHIPPED = named.DATA / "heads"  # has a folder for each head that ships with the package, called by the head's name
+PACKAGE = "forerun_heads"  # as heads/pyproject.toml has it
 IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
 OWN_IDS = ("d2t", "token_map")  # tensors that say which ids are drafted
 LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # an LM head that a head brings along, by its published names
@@ -66,14 +68,21 @@ def probe(model: Model, num_ids: int) -> HostTensor:
 
 
 def save(
-    folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
+    folder: Path,
+    method: str,
+    weights: Mapping[str, HostTensor],
+    config: Mapping[str, Any],
+    tokenizer: str,
+    target: str | None = None,
 ) -> None:
     """Write a head's folder. Each old file stays in place until the new file is complete.
 
-    tokenizer: the `artifacts.fingerprint` of the head's ids.
+    tokenizer: the `artifacts.fingerprint` of the head's ids. target: the `OpenedCheckpoint.fingerprint` of the target;
+    None = unknown.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**config, "forerun": {"method": method, "tokenizer": tokenizer}}, indent=2) + "\n"
+    entry = {"method": method, "tokenizer": tokenizer} | ({} if target is None else {"target": target})
+    text = json.dumps({**config, "forerun": entry}, indent=2) + "\n"
     partial = folder / f"{WEIGHTS}.partial"
     safetensors_file.write(partial, weights, {"format": "pt"})
     partial.replace(folder / WEIGHTS)
@@ -88,7 +97,7 @@ def path_help(method: str) -> str:
 def located(path: str | None, method: str) -> str:
     """Return the folder of a head. A head on the hub is first fetched as a whole into huggingface_hub's cache.
 
-    path: a folder; a GGUF file, which is unpacked; the name of a head that ships with the package; or a hub id
+    path: a folder; a GGUF file, which is unpacked; the name of a head that ships with forerun; or a hub id
     org/name[@revision]. Raises BadOption if `path` is None, NotFound if the head does not exist or cannot be fetched,
     and UnsupportedModel for a pickle.
     """
@@ -103,9 +112,9 @@ def located(path: str | None, method: str) -> str:
         return head_gguf.unpacked(folder, method)
     if os.path.exists(folder):
         return folder
-    shipped = shipped_names()
+    shipped = shipped_folders()
     if path in shipped:
-        return str(SHIPPED / path)
+        return str(shipped[path])
     fetched = hub.fetch_files(path, partial(_wanted, method))
     if fetched is None:
         near = difflib.get_close_matches(path.lower(), shipped, n=1)
@@ -114,9 +123,18 @@ def located(path: str | None, method: str) -> str:
     return str(fetched)
 
 
-def shipped_names() -> list[str]:
-    """Return the names of the heads that ship with the package."""
-    return sorted(file.parent.name for file in SHIPPED.glob(f"*/{CONFIG}"))
+def shipped_folders() -> dict[str, Path]:
+    """Return the folders of the heads that ship with forerun, by name. A head has its target's name.
+
+    Small heads are in the package. Larger ones are in the folder `heads` of the repository. A checkout reads them
+    there. Elsewhere they are in a package of their own, PACKAGE.
+    """
+    places = [named.DATA / "heads"]
+    if (root := native.checkout()) is not None:
+        places.append(root / "heads")
+    if (package := importlib.util.find_spec(PACKAGE)) is not None:
+        places += map(Path, package.submodule_search_locations or ())
+    return {file.parent.name: file.parent for place in places for file in sorted(place.glob(f"*/{CONFIG}"))}
 
 
 def weight_files(names: Collection[str]) -> list[str]:
@@ -143,7 +161,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
 
 def _known(method: str) -> str:
     """Return the end of an error message, which lists the ways to name a head."""
-    shipped = shipped_names()
+    shipped = shipped_folders()
     listed = f", or one that ships here ({', '.join(shipped)})" if shipped else ""
     return (
         f"a folder with {CONFIG} and {WEIGHTS}, which `forerun train drafter --method {method} --out FOLDER` writes as "
@@ -249,7 +267,7 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
             parts = parts_of(quantised(weight, scheme))
             written |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
         said = {"quantization_config": said_of(quantization)}
-        save(out, entry["method"], written, {**config, **said}, entry["tokenizer"])
+        save(out, entry["method"], written, {**config, **said}, entry["tokenizer"], entry.get("target"))
         before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, written))
         return before, after
 

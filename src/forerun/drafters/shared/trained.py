@@ -1,8 +1,8 @@
-"""Heads that were trained on this machine, kept in the cache under the fingerprint of their target.
+"""Heads that `auto` finds by the fingerprint of their target.
 
-`forerun train head --keep` stores a head there. From then on `auto` uses the head for that target, and searches the
-text, too. Where the head's guess can be weighed against the search's, the guess that promises more is drafted.
-Elsewhere the head drafts if the search finds nothing.
+`forerun train head --keep` stores a head in the cache. Other heads ship with forerun, and name their target in
+config.json. `auto` uses the head of its target, and searches the text, too. Where the head's guess can be weighed
+against the search's, the guess that promises more is drafted. Elsewhere the head drafts if the search finds nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ ROOM = "drafters"
 
 
 def find(target: OpenedCheckpoint, weighs_searches: bool = False) -> str | None:
-    """Return the spec of the drafter with the head that is kept for a target; None if no head is kept.
+    """Return the spec of the drafter with the target's head: the head that is kept, else one that ships; None if none.
 
     weighs_searches: whether a drafter's own search (drafters/shared/searching.py) works in the engine.
     """
-    room = cache_folder() / ROOM
     target = target.original or target
-    if target.source is None or not room.is_dir():
+    if target.source is None:
         return None
     try:
-        folder = room / target.fingerprint
-        if not (folder / head_files.CONFIG).is_file():
+        shipped = _shipped(target)
+        if shipped:
+            target.fetch_weights()  # the fingerprint is in them
+        folder = _kept(target) or (shipped.get(target.fingerprint) if shipped else None)
+        if folder is None:
             return None
         method = read_json(folder / head_files.CONFIG)["forerun"]["method"]
         has_search = "search" in load("forerun.drafters", method, "drafter").Options.__dataclass_fields__
@@ -43,12 +45,30 @@ def find(target: OpenedCheckpoint, weighs_searches: bool = False) -> str | None:
     return spec if has_search and weighs_searches else f"mixed:of=({WITHOUT_MODEL})+({spec})"
 
 
+def _kept(target: OpenedCheckpoint) -> Path | None:
+    room = cache_folder() / ROOM
+    if not room.is_dir():
+        return None
+    folder = room / str(target.fingerprint)
+    return folder if (folder / head_files.CONFIG).is_file() else None
+
+
+def _shipped(target: OpenedCheckpoint) -> dict[str | None, Path]:
+    """Return the folders of the shipped heads for models as wide as the target, by their targets' fingerprints."""
+    configs = {folder: read_json(folder / head_files.CONFIG) for folder in head_files.shipped_folders().values()}
+    return {
+        config["forerun"]["target"]: folder
+        for folder, config in configs.items()
+        if config["hidden_size"] == target.spec.hidden_size and "target" in config["forerun"]
+    }
+
+
 def keep(target: OpenedCheckpoint, head: Path) -> Path:
     """Copy a head's folder to the place in the cache where `find` looks, and return the new folder.
 
     A head that is already there is replaced. Raises CapacityError if the folder cannot be written.
     """
-    folder = cache_folder() / ROOM / (target.original or target).fingerprint
+    folder = cache_folder() / ROOM / str(target.fingerprint)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as begun:
