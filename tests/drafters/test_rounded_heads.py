@@ -1,4 +1,4 @@
-"""Heads whose files have 8 bits: what a dense head becomes when it is rounded at load, and half the bytes on disk."""
+"""Heads whose files have 8 or 4 bits: what a dense head becomes when it is rounded at load, and fewer bytes."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import test_memory_heads as memory
 from forerun import LLM, SamplingParams, blocks
 from forerun.blocks import Plain
 from forerun.drafters import Target
@@ -37,13 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_models.write(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
-def written(model: Path, method: str, root: Path) -> tuple[Path, Path]:
-    """A head, and the same in 8 bits."""
+def written(model: Path, method: str, root: Path, quantization: str = INT8) -> tuple[Path, Path]:
+    """A head, and the same in fewer bits."""
     llm = LLM(str(model), draft="none", dtype="float32")
     target = Target.of(llm.checkpoint.model, llm.opened)
     path = Path((wide_eagle if method == "eagle" else NEEDS[method])(target, root)["path"])
-    assert command("quantize", str(path), str(root / "int8"), "--quantization", INT8) == 0
-    return path, root / "int8"
+    assert command("quantize", str(path), str(root / "rounded"), "--quantization", quantization) == 0
+    return path, root / "rounded"
 
 
 def weights_of(llm: LLM) -> dict[str, Floats]:
@@ -72,6 +73,21 @@ def test_it_is_what_a_dense_head_is_rounded_to(model: Path, tmp_path: Path, caps
     for name, weight in weights_of(plain).items():
         if name != blocks.HEAD:  # which is the target's
             assert np.array_equal(weight, dense_of(stood_for[name]).float32()), name
+
+
+@needs_native
+def test_nothing_asked_for_it_keeps_the_bits_of_its_file(model: Path, tmp_path: Path) -> None:
+    """Its LM head, whose rows are the target's, has 8 bits all the same; a plan counts both."""
+    dense, rounded = written(model, "eagle", tmp_path, "int4:group=32")
+    specs = [f"eagle:path={rounded}", f"eagle:path={dense},quantization=int4:group=32", f"eagle:path={dense}"]
+    kept, wanted, wider = (LLM(str(model), draft=spec, max_seq_len=128, max_batch_size=1) for spec in specs)
+    weights, same = weights_of(kept), weights_of(wanted)
+    assert all(np.array_equal(weights[name], same[name]) for name in weights)
+    drafters: list[Any] = [llm.engine.drafter.first for llm in (kept, wanted, wider)]
+    sizes = [drafter.model.bytes_per_pass for drafter in drafters]
+    assert sizes[0] == sizes[1] < sizes[2]
+    planned = [memory.planned(llm.config)["draft weights"] for llm in (kept, wanted, wider)]
+    assert planned[0] == planned[1] < planned[2]
 
 
 @needs_native

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,8 @@ class Options:
     path: str | None = option(None, head_files.path_help("eagle"))
     quantization: str = option(
         "auto",
-        "int8 or int4[:group=N], none, or auto: int8 for a head of `forerun train head`, and beside "
-        "a target of 4 or 8 bits; else none",
+        "int8 or int4[:group=N], none, or auto: as its file is quantised; else int8 for a head of `forerun train head`, "
+        "and beside a target of 4 or 8 bits; else none",
     )
 
     search: str = field(default="suffix", metadata=SEARCH)
@@ -321,11 +322,11 @@ def needs(options: Options, target: Known) -> Needs:
     if published is None:
         config = _own_config(path, target.fingerprint)
         layers = config.layers
-        rounded = _rounded(options, config, is_own=True, is_packed=target.is_packed)
+        rounded = _rounded(options, path, config, is_own=True, is_packed=target.is_packed)
     else:
         config = head_layouts.eagle_config(published)
         layers = head_layouts.eagle_layers(published, target.num_layers)
-        rounded = _rounded(options, config, is_own=False, is_packed=target.is_packed)
+        rounded = _rounded(options, path, config, is_own=False, is_packed=target.is_packed)
     weights = head_files.own_weights(path, target, rounded, all_rows=False)
     return Needs(layers, makes=OwnModel(config=config.decoder), weights=weights)
 
@@ -343,7 +344,7 @@ def build(options: Options, target: Target) -> Drafter:
         config, weights, ids = head_layouts.read_eagle(published, settings, target)
     else:
         config, weights, ids = _read_own(path, target)
-    rounded = _rounded(options, config, is_own=published is None, is_packed=is_packed(target.model))
+    rounded = _rounded(options, path, config, is_own=published is None, is_packed=is_packed(target.model))
     is_whole = published is not None and len(ids) == target.num_ids
     model = make(config, weights, ids, target.model, rounded, lends_head=is_whole)
     drafter = EagleDrafter(model, config, ids, cache_of(model, target), target.num_ids)
@@ -356,13 +357,17 @@ def cache_of(model: HeadModel, target: Target) -> KVCache:
     return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 
-def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
+def _rounded(options: Options, path: str, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
     """Return the format to which a head's weights are rounded; None = no rounding.
 
     is_own: whether `forerun train head` trained the head; False = others published the head. With `auto`, an own head
-    is rounded to 8 bits, because a pass reads all of its weights, and the head drafts as well with 8 bits as with 16. A
-    published head keeps its weights, unless the target is packed (weights of 4 or 8 bits).
+    has the format in which its file is quantised. Else it is rounded to 8 bits, because a pass reads all of its
+    weights, and the head drafts as well with 8 bits as with 16. A published head keeps its weights, unless the target
+    is packed (weights of 4 or 8 bits).
     """
+    stored = head_files.stored_quantization(Path(path)) if is_own else None
+    if options.quantization == "auto" and stored is not None:
+        return stored
     shapes = {**input_shapes(config), **layer_shapes(config)}.values()
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)
 

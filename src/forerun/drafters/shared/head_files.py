@@ -241,6 +241,15 @@ def is_head(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and "forerun" in read_json(folder / CONFIG)
 
 
+def stored_quantization(folder: Path) -> Quantization | None:
+    """Return the format of a head's matrices; None unless `quantise_head` wrote the folder."""
+    config = read_json(folder / CONFIG)
+    if "forerun" not in config or "quantization_config" not in config:
+        return None
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    return Quantization(weights["num_bits"], weights["group_size"])
+
+
 def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
     """Write a copy of a head with quantised matrices into a new folder. Returns all weights' bytes before and after.
 
