@@ -49,8 +49,8 @@ class Options:
     path: str | None = option(None, head_files.path_help("eagle"))
     quantization: str = option(
         "auto",
-        "int8 or int4[:group=N], none, or auto: as its file is quantised; else int8 for a head of `forerun train head`, "
-        "and beside a target of 4 or 8 bits; else none",
+        "int8 or int4[:group=N], none, or auto: as its file is quantised; else int8 for a head of `forerun train "
+        "head`, and beside a target of 4 or 8 bits; else none",
     )
 
     search: str = field(default="suffix", metadata=SEARCH)
