@@ -62,6 +62,8 @@ CASES = {
     "nothing_drafted": ((*LLAMA, "--draft", "none", "--spec-length", "4"), "--spec-length 4 says nothing with"),
     "no_value": ((*LLAMA, "--temperature"), "requires an argument: see forerun generate --help"),
     "no_model": (("chat", "--target"), "requires an argument: see forerun chat --help"),
+    "drafter_of_methods": (("bench", "methods", "./nowhere", "--draft", "nope"), "there is no drafter 'nope'"),
+    "drafter_of_latency": (("bench", "latency", "./nowhere", "--draft", "nope"), "there is no drafter 'nope'"),
     "model_of_bench": (("bench", "methods", "./nowhere"), "there is no folder nowhere"),
     "model_behind": (("bench", "suite", "--target", "./nowhere", "sweet"), "there is no suite 'sweet'"),
     "model_of_batch": (("batch", "--target", "./nowhere", "in.jsonl", "out.jsonl"), "in.jsonl"),

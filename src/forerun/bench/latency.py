@@ -93,6 +93,8 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     Raises UserError where the measurement is impossible.
     """
     prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
+    for draft in plan.drafts:  # an unknown drafter is refused before a model is read
+        drafters.resolve(draft)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
             widen.draft_options(name)

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from forerun import native, pacing, registry, verify
+from forerun import drafters, native, pacing, registry, verify
 from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import ForwardClock, draft_models, progress_bar, rotated, run_once
 from forerun.bench.methods_picture import draw
@@ -75,6 +75,8 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
     prompts = read_work(plan)
     for temperature in plan.temperatures:  # impossible parameters are refused before a model is read
         plan.params(temperature, None, "")
+    for draft in plan.drafts:
+        drafters.resolve(draft)
     for acceptance in plan.acceptances:
         verify.find(acceptance)
     for spec in plan.pacings:

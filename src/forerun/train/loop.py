@@ -251,7 +251,8 @@ def log(run: Run, numbers: Mapping[str, Any]) -> None:
     """Append one line to log.jsonl: the step, the tokens so far, the seconds so far, and the measures in `numbers`."""
     tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
     head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
-    with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
+    path = run.config.out / "log.jsonl"
+    with raising_os_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**head, **numbers}) + "\n")
 
 
