@@ -28,7 +28,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random head of each method, called as the method."""
-    folder, found = tmp_path_factory.mktemp("heads"), load_checkpoint(target, with_tokenizer=True)
+    folder = tmp_path_factory.mktemp("site") / head_files.PACKAGE
+    folder.mkdir()
+    found = load_checkpoint(target, with_tokenizer=True)
     known = target_for(found.model, found.tokenizer, found.end_ids)
     for method in METHODS:
         NEEDS[method](known, folder)
@@ -37,7 +39,7 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shipped(heads: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(head_files, "SHIPPED", heads)
+    monkeypatch.syspath_prepend(heads.parent)
     return heads
 
 

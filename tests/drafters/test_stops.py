@@ -88,7 +88,7 @@ def test_the_search_must_promise_more_than_the_model(llm: LLM, bar: float, is_sh
 
 @needs_native
 def test_a_search_that_could_not_be_compared_is_refused() -> None:
-    for search in ("lookup", "suffix:shape=tree", "eagle"):
+    for search in ("lookup", "recycle", "eagle"):
         with pytest.raises(BadOption):
             LLM("shipped", draft=f"model:search=({search})", max_seq_len=64)
     assert not LLM("shipped", draft="model:search=none", max_seq_len=64).drafters["model"].searches
@@ -97,15 +97,27 @@ def test_a_search_that_could_not_be_compared_is_refused() -> None:
 def test_a_path_ends_before_the_first_node_that_is_not_worth_its_row() -> None:
     """A longer match is surer; a node that few of the places had before it is less so."""
     guess = Guess([5, 6, 7], [-1, 0, 1], [1.0, 1.0, 0.4], match=9)
-    assert guess.confidence(0) == pytest.approx(0.9)
-    assert guess.confidence(1) == pytest.approx(1 - 1 / 11)
-    assert guess.confidence(2) == pytest.approx(0.4 * (1 - 1 / 12))
+    assert guess.confidence(0, 0) == pytest.approx(0.9)
+    assert guess.confidence(1, 1) == pytest.approx(1 - 1 / 11)
+    assert guess.confidence(2, 2) == pytest.approx(0.4 * (1 - 1 / 12))
     shares = [0.1] * 2 + [0.9] * (len(EDGES) - 1)
     stop, seq = Stop(shares, [0.2] * 8), Sequence(0, [1], 1, SamplingParams(), 0, 99)
     assert guess.draft(seq, 0, Budget([8], 0, stops={0: stop})).tokens == [5, 6]
     assert stop.gain == pytest.approx(0.9 - 0.2 + 0.81 - 0.2)
     assert guess.draft(seq, 0, Budget([8], 0, stops={0: Stop(shares, [0.95])})).tokens == []
     assert guess.draft(seq, 0, Budget([8], 0)).tokens == [5, 6, 7]
+
+
+def test_a_node_of_a_tree_is_weighed_behind_its_own_parent() -> None:
+    guess = Guess([5, 6, 7, 8], [-1, -1, 1, 0], [0.5, 0.5, 0.5, 0.25], match=9)
+    assert [guess.confidence(*node) for node in ((0, 0), (1, 0), (2, 1), (3, 1))] == pytest.approx(
+        [0.45, 0.45, 1 - 1 / 11, 0.5 * (1 - 1 / 11)]
+    )
+    shares = [0.1] + [0.5] * 2 + [0.9] * (len(EDGES) - 2)
+    stop, seq = Stop(shares, [0.2] * 8), Sequence(0, [1], 1, SamplingParams(), 0, 99)
+    draft = guess.draft(seq, 0, Budget([8], 0, stops={0: stop}))
+    assert (draft.tokens, draft.parents) == ([5, 6, 7, 8], [-1, -1, 1, 0])
+    assert (stop.parents, stop.gain) == ([-1, -1, 1, 0], pytest.approx(0.5 + 0.5 + 0.45 + 0.25 - 4 * 0.2))
 
 
 def test_a_grammar_cuts_a_path_before_it_is_weighed_and_what_it_forces_is_free() -> None:
@@ -133,7 +145,7 @@ def test_what_is_forced_behind_guesses_is_drafted_where_it_pays() -> None:
     stop = Stop(SHARES, [0.0] * 8, search=Stop(SHARES, [0.0] * 8))
     assert stop.search is not None
     budget = Budget([8], 0, stops={0: stop})
-    assert stop.search.takes(0.2)
+    assert stop.search.takes(0.2, -1)
     assert stop.survival == pytest.approx(0.3)
     assert [budget.carries(0, 1, num) for num in (1, 2)] == [True, False]
     stop.goes_on(0.9)

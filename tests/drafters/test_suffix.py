@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from engine.load import MODEL, run, take_steps
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.suffix import Options, Past, SuffixDrafter
 from forerun.engine import router
-from forerun.errors import BadOption
 from forerun.testing.engines import target_for
 from forerun.types import SamplingParams
 
@@ -67,8 +67,10 @@ def test_a_tree_holds_the_alternatives() -> None:
     assert (draft.tokens[2], draft.parents[2]) == (2, 1)
     wide = drafted(suffix(shape="tree", max_spec_offset=8.0), request([1, 7, 1, 8, 1, 7, 9, 1]), 5)
     assert {t for t, p in zip(wide.tokens, wide.parents, strict=True) if p == -1} == {7, 8}
-    assert suffix(shape="tree").shape == "tree"
-    assert suffix().shape == "chain"
+    seq = request([1, 7, 1, 8, 1, 7, 9, 1])
+    seq.acceptance = "block"
+    parents = drafted(suffix(shape="tree", max_spec_offset=8.0), seq, 5).parents
+    assert parents == list(range(-1, len(parents) - 1)), "this rule judges chains only"
 
 
 def test_an_end_inside_a_guess_is_its_last_token() -> None:
@@ -184,19 +186,14 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
     assert drafter._texts.by_id == {}
 
 
-def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
-    """Where no draft model ships with the target. Who names the tree gets it, or a refusal."""
+def test_auto_drafts_trees_and_chains_for_rules_of_chains() -> None:
+    """Where no draft model ships with the target."""
     target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
-    auto, named = (engine_with(router.make([spec], target), 3) for spec in ("auto", "suffix:shape=tree"))
-    assert auto.drafter.first.shape == "tree"
-    wanted = {None: "suffix", "ratio": "suffix", "typical": "suffix", "block": "lookup", "lenience:l=0.5": "lookup"}
-    for acceptance, drafter in wanted.items():
-        for draft in (None, "auto"):
+    auto = engine_with(router.make(["auto"], target), 3)
+    for acceptance in (None, "ratio", "typical", "block", "lenience:l=0.5"):
+        for draft in (None, "auto", "suffix"):
             params = SamplingParams(max_tokens=8, temperature=0.0, acceptance=acceptance, draft=draft)
-            assert auto.make([1, 2, 1], params)[0].seq.draft == drafter
-    for engine, draft in ((auto, "suffix"), (named, None), (named, "auto")):
-        with pytest.raises(BadOption, match="cannot judge the drafts of 'suffix'"):
-            engine.make([1, 2, 1], SamplingParams(max_tokens=8, acceptance="block", draft=draft))
+            assert auto.make([1, 2, 1], params)[0].seq.draft == "suffix"
     ways = [{"acceptance": rule} for rule in (None, "block", "match")] + [{"draft": "none"}]
     requests = [auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, **way)) for way in ways]
     run(auto, requests)
@@ -207,7 +204,8 @@ def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
 
 def test_two_of_one_method_are_both_there_in_either_order() -> None:
     target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
-    shapes = {"suffix": "chain", "suffix:shape=tree": "tree"}
+    shapes = {"suffix": "path", "suffix:shape=tree": "tree"}
     for specs in ([*shapes], [*shapes][::-1]):
         found = router.make(["none", *specs], target)
-        assert {spec: found.members[found.chosen(spec)].shape for spec in specs} == shapes
+        chosen: dict[str, Any] = {spec: found.members[found.chosen(spec)] for spec in specs}
+        assert {spec: drafter.options.shape for spec, drafter in chosen.items()} == shapes

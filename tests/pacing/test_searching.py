@@ -59,7 +59,7 @@ class Machine:
             if stop is not None:
                 num_searched += 1
                 if (right := self.found(step)) is not None:
-                    while drafted < LENGTH and stop.takes(0.97):
+                    while drafted < LENGTH and stop.takes(0.97, drafted - 1):
                         drafted += 1
                     accepted = min(drafted, right)
             num_nodes += drafted

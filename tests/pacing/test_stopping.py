@@ -1,4 +1,4 @@
-"""Chains that end by the drafter's own probabilities: what is learned of them, and how much it makes of a second."""
+"""Drafts that end by the drafter's own probabilities: what is learned of them, and how much it makes of a second."""
 
 import random
 from dataclasses import dataclass
@@ -9,10 +9,17 @@ from forerun.pacing.auto import AutoPacing, Options, build
 from forerun.pacing.cost import Costs, Traits
 from forerun.pacing.pass_time import PassTime
 from forerun.pacing.reading import Reading
-from forerun.pacing.stopping import FIRST_SHARES, Stopping, promised
+from forerun.pacing.stopping import FIRST_SHARES, Counts, Stopping, promised
 from forerun.types import EDGES, DraftStep, SamplingParams, Sequence, SequenceStep, StepReport, Stop
 
 CONFIDENCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)  # one between each two edges
+
+
+def told(confidences: list[float]) -> Stop:
+    """The stop behind a chain of tokens with these confidences."""
+    stop = Stop.never(len(confidences))
+    stop.confidences += confidences
+    return stop
 
 
 def test_a_stop_ends_where_the_product_is_too_small() -> None:
@@ -26,11 +33,33 @@ def test_a_stop_ends_where_the_product_is_too_small() -> None:
     assert Stop.never(2).goes_on(0.0)
 
 
+def test_a_tree_takes_nodes_while_their_paths_are_likely_enough() -> None:
+    """The n-th node is worth its row where all nodes above it and itself are accepted often enough."""
+    stop = Stop((0.5,) * (len(EDGES) + 1), [0.0, 0.3, 0.3, 0.2, 0.2])
+    assert stop.takes(0.6, -1)
+    assert stop.takes(0.2, -1), "its sibling, which is as likely by the counts"
+    assert not stop.takes(0.9, 1)
+    assert (stop.confidences, stop.parents) == ([0.6, 0.2], [-1, -1])
+    assert stop.gain == pytest.approx(0.5 + 0.5 - 0.3)
+    cheap = Stop((0.5,) * (len(EDGES) + 1), [0.0, 0.2, 0.2, 0.2])
+    assert [cheap.takes(0.6, parent) for parent in (-1, 0, 1, 0)] == [True, True, False, True]
+    assert cheap.parents == [-1, 0, 0]
+
+
+def test_of_a_tree_what_stands_below_an_accepted_node_was_tested() -> None:
+    counts = Counts(1e9)
+    bins = [6, 3, 2, 1, 0]
+    counts.add(bins, [-1, -1, 0, 1, 3], [1, 3])
+    assert [round(number) for number in counts.tested] == [1, 1, 0, 1, 0, 0, 1]
+    assert [round(number) for number in counts.accepted] == [0, 1, 0, 1, 0, 0, 0]
+    assert [round(number) for number in counts.drafted] == [1, 1, 1, 1, 0, 0, 1]
+
+
 def test_a_drafter_that_is_too_sure_of_itself_is_found_out() -> None:
     """Only what was tested counts: tokens behind a rejected one say nothing."""
     known, rng = Stopping(), random.Random(0)
     for _ in range(400):
-        known.observe(1, [0.995] * 4, next((i for i in range(4) if rng.random() > 0.5), 4))
+        known.observe(1, told([0.995] * 4), range(next((i for i in range(4) if rng.random() > 0.5), 4)))
     shares, share = known.shares(1)
     assert shares[-1] == pytest.approx(0.5, abs=0.08)
     assert shares[0] == pytest.approx(FIRST_SHARES[0], abs=0.01)
@@ -141,21 +170,24 @@ def round_of(pacing: AutoPacing, seq: Sequence, num_drafted: int, num_accepted: 
 def rounds_until_it_reads(max_len: int, num_prompt: int) -> int:
     """How many rounds, in which the search finds nothing, pass before the model may draft; 200 = it never does."""
     pacing, seq = searching(max_len, num_prompt)
-    assert not pacing.prepares(seq)
+    prepares = pacing.prepares(seq)
     for num in range(200):
         granted = pacing.budget([seq], [16])
         if granted[0] and not pacing.stops([seq], granted)[0].is_shut:
+            assert prepares == (num == 0)
             return num
         round_of(pacing, seq, 0, 0, 0)
     return 200
 
 
 def test_a_model_reads_a_prompt_when_rounds_without_it_have_lost_as_much() -> None:
-    """Sooner where the rest is long. A text that ends before that is never read."""
-    short, long = rounds_until_it_reads(5000, 5), rounds_until_it_reads(460, 400)
-    assert 0 < short < 5
-    assert 5 * short < long < 100
-    assert short < rounds_until_it_reads(5000, 400) < long / 2
+    """Sooner where the rest is long, and at once, beside the target, where that costs little of what it promises.
+
+    A text that ends before reading has paid is never read.
+    """
+    assert rounds_until_it_reads(5000, 5) == rounds_until_it_reads(5000, 200) == 0
+    soon, late = rounds_until_it_reads(5000, 400), rounds_until_it_reads(460, 400)
+    assert 0 < 2 * soon < late < 100
     assert rounds_until_it_reads(10**6, 2000) == rounds_until_it_reads(10**9, 2000)  # no answer is that long
     assert rounds_until_it_reads(10**6, 20000) == rounds_until_it_reads(405, 400) == 200
 
@@ -180,10 +212,10 @@ def test_what_the_search_finds_does_not_make_probes_of_a_bad_model_denser() -> N
 def test_probes_of_a_bad_model_read_few_prompts() -> None:
     """Reading costs at most 3 % of what requests write, however many begin; and the model is not forgotten for ever."""
     pacing, first = searching(10**6, 5)
-    pacing._stops.of("model").observe(first.id, [0.995] * 8 + [0.2] * 8, 0)
+    pacing._stops.of("model").observe(first.id, told([0.995] * 8 + [0.2] * 8), [])
     for _ in range(100):
         for confidence in CONFIDENCES:
-            pacing._stops.of("model").observe(first.id, [confidence], 0)
+            pacing._stops.of("model").observe(first.id, told([confidence]), [])
     num_read, price = 0, 400 * 0.02
     for number in range(1, 101):
         seq = Sequence(number, [1] * 400, 400, SamplingParams(), 0, 10**6, draft="model")
@@ -267,11 +299,13 @@ def test_what_an_earlier_request_has_read_is_not_paid_again() -> None:
 
 
 def test_a_short_prompt_is_soon_read_for_a_long_answer() -> None:
-    """A quarter of the price is enough where a text promises much; else all of it, or the prompt is never read."""
+    """At once where a text promises much; else when all of the price is lost, or the prompt is never read."""
     for owed, price, num_rounds, is_due in [
-        (2.4, 10.0, 1000, False),
-        (2.6, 10.0, 1000, True),
-        (2.6, 10.0, 50, False),  # it promises 25 tokens, of which the search may find half: 10 / 12.5 of the price
+        (0.0, 10.0, 161, True),  # it promises 80 tokens, of which the search may find half: a quarter of 40.25
+        (0.0, 10.0, 159, False),
+        (2.5, 10.0, 150, False),  # 10 / 37.5 of the price
+        (2.7, 10.0, 150, True),
+        (2.6, 10.0, 50, False),
         (7.9, 10.0, 50, False),
         (8.1, 10.0, 50, True),
         (9.9, 10.0, 30, False),

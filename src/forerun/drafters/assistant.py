@@ -23,7 +23,7 @@ import numpy as np
 from forerun import blocks
 from forerun.blocks import CacheShape, Spec, weight_shapes
 from forerun.config import AUTO
-from forerun.drafters import Drafter, Known, Needs, Seen, Target
+from forerun.drafters import WITHOUT_MODEL, Drafter, Known, Needs, Seen, Target
 from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.drafters.shared.head_matrices import beside_of
 from forerun.drafters.shared.model_files import AS_TARGET, head_of, rounded, short_vocabulary, spread, stored_for
@@ -56,7 +56,7 @@ class Options:
     path: str | None = option(None, "folder, GGUF file, name or hub id of the assistant")
     quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
-    search: str = field(default="suffix", metadata=SEARCH)
+    search: str = field(default=WITHOUT_MODEL, metadata=SEARCH)
 
     def __post_init__(self) -> None:
         rounding(self.quantization)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from forerun.config import Quantization
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Seen, Target
+from forerun.drafters import WITHOUT_MODEL, Drafter, Known, Needs, OwnModel, Seen, Target
 from forerun.drafters.shared import artifacts, head_files, head_layouts
 from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.drafters.shared.draft_models import cache_for
@@ -53,7 +53,7 @@ class Options:
         "head`, and beside a target of 4 or 8 bits; else none",
     )
 
-    search: str = field(default="suffix", metadata=SEARCH)
+    search: str = field(default=WITHOUT_MODEL, metadata=SEARCH)
 
     def __post_init__(self) -> None:
         if self.quantization not in ("auto", "none"):

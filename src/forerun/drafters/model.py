@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forerun.config import AUTO
-from forerun.drafters import Drafter, Known, Needs, OwnCheckpoint, Target
+from forerun.drafters import WITHOUT_MODEL, Drafter, Known, Needs, OwnCheckpoint, Target
 from forerun.drafters.shared.draft_models import check_pair, holes, loaded, over
 from forerun.drafters.shared.model_options import (
     PATH,
@@ -38,7 +38,7 @@ class Options:
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
-    search: str = field(default="suffix", metadata=SEARCH)
+    search: str = field(default=WITHOUT_MODEL, metadata=SEARCH)
 
     def __post_init__(self) -> None:
         rounding(self.quantization)

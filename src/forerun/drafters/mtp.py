@@ -18,7 +18,7 @@ import numpy as np
 
 from forerun.blocks import SIDES, Features, Norm, Spec
 from forerun.config import AUTO
-from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
+from forerun.drafters import WITHOUT_MODEL, Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.shared import head_files
 from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel
@@ -49,7 +49,7 @@ class Options:
     )
     quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
-    search: str = field(default="suffix", metadata=SEARCH)
+    search: str = field(default=WITHOUT_MODEL, metadata=SEARCH)
 
     def __post_init__(self) -> None:
         rounding(self.quantization)

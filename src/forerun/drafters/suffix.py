@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
+from forerun import verify
 from forerun.drafters import Drafter, Target
 from forerun.drafters.shared.chains import TextDrafter, Tokens
-from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
+from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, Guess, check_shape, grow, levels
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -84,12 +85,16 @@ class Past:
 
 
 class SuffixDrafter(TextDrafter[Tokens]):
-    """A drafter that searches the text of a sequence, and the texts of finished requests."""
+    """A drafter that searches the text of a sequence, and the texts of finished requests.
+
+    With shape=tree it drafts trees for the requests whose rule judges trees, and chains for all others.
+    """
+
+    tells_confidence = True
 
     def __init__(self, options: Options) -> None:
         super().__init__(Tokens, is_fast=True)
-        self.options, self.shape = options, SHAPES[options.shape]
-        self.tells_confidence = self.shape == "chain"
+        self.options = options
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -113,19 +118,20 @@ class SuffixDrafter(TextDrafter[Tokens]):
         text = self._texts.whole(seq).ids
         context = text[-self.options.max_match :]
         # The text's last token is left out of the search, because nothing has followed it yet.
-        guess = self._better(Guess(), text, len(text) - 1, context, most, seq.end_ids)
+        guess = self._better(Guess(), text, len(text) - 1, context, most, seq)
         past = self._past.of(seq.params.cache_salt)
-        return self._better(guess, past, len(past), context, most, seq.end_ids)
+        return self._better(guess, past, len(past), context, most, seq)
 
     def _better(
-        self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
+        self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, seq: Sequence
     ) -> Guess:
         """Return the best guess from the first `stop` tokens of `text`, or `guess` if its score is at least as high.
 
         context: the end of the request's text, whose suffixes are searched. most: the largest number of nodes in a
-        guess. end_ids: ids after which nothing is guessed.
+        guess. seq: the request's sequence. Its rule may judge chains only; then the guess is a chain.
         """
         o = self.options
+        is_tree = o.shape == "tree" and verify.find(seq.acceptance).judges("tree", self.draws)
         if most <= guess.score:
             return guess
         least = guess.match  # an equally long match in the request's own text says more than a match in other texts
@@ -134,7 +140,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
             if level.length <= least or limit <= guess.score:
                 break  # no node has more than probability 1, and a shorter suffix may draft no more
             rows = [text[end : end + limit] for end in level.ends(NUM_OCCURRENCES)]
-            candidate = grow(rows, limit, self.shape == "tree", o.min_token_prob, end_ids)
+            candidate = grow(rows, limit, is_tree, o.min_token_prob, seq.end_ids)
             if candidate.score > guess.score:
                 candidate.match = level.length
                 guess = candidate

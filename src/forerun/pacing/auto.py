@@ -44,6 +44,11 @@ PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per s
 Ints = npt.NDArray[np.intp]
 
 
+def _num_left(seq: Sequence) -> int:
+    """Return how many more tokens a text is expected to get."""
+    return min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
+
+
 @dataclass(frozen=True)
 class Options:
     """No options: the time of passes is measured."""
@@ -176,7 +181,18 @@ class AutoPacing(Pacing):
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
 
     def prepares(self, seq: Sequence) -> bool:
-        return self._of(seq).drafter_shares()[0] > LEAST_SHARE and not self.costs.traits_of(seq.draft).searches
+        if not self.costs.traits_of(seq.draft).searches:
+            return self._of(seq).drafter_shares()[0] > LEAST_SHARE
+        decoding = [request.seq for request in self._requests.values()]
+        prices = self._stops.prices([*decoding, seq], [True] * (1 + len(decoding)), 0, 1 + len(decoding))
+        stop = self._stops.stop(seq, prices)
+        tokens, gain = promised(stop)
+        return stop.pays and Reading(gain=gain).is_due(self._price(seq, prices), _num_left(seq) / tokens)
+
+    def _price(self, seq: Sequence, prices: Prices, num_unread: int | None = None) -> float:
+        """Return what reading a text costs, in tokens. num_unread: the tokens to read; None = the whole text."""
+        num_tokens = len(seq.tokens) if num_unread is None else num_unread
+        return prices.rate * num_tokens * self.costs.read_s(seq.draft)
 
     def measure(self, pause: Pause = NOW) -> None:
         self.costs.measure(pause)
@@ -305,10 +321,8 @@ class AutoPacing(Pacing):
         stop.search = self._stops.search(seq, prices) if is_searched else None
         tokens, gain = promised(stop)
         reading.gain = gain if request.pays else 0.0
-        num_unread = len(seq.tokens) if reading.num_unread is None else reading.num_unread
-        price = prices.rate * num_unread * self.costs.read_s(seq.draft)
-        num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
-        stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
+        price = self._price(seq, prices, reading.num_unread)
+        stop.is_shut = not request.pays or not reading.is_due(price, _num_left(seq) / tokens)
         known = self._stops.of(seq.draft)
         owed = 0.0 if reading.is_read else price
         # A probe of one token, to see whether the model has become better.

@@ -16,6 +16,9 @@ from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
 
+LEAST_READ = 16  # tokens: a few are read in a time that says nothing of a prompt's
+FRESH = 0.25  # weight of a new measurement in the average of seconds that reading takes
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -44,6 +47,7 @@ class Costs:
     drafts: dict[str, PassTime] = field(default_factory=dict)
     runners: dict[str, Seq[Runner]] = field(default_factory=dict)
     traits: Mapping[str, Traits] = field(default_factory=dict)
+    _reads_s: dict[str, float] = field(default_factory=dict)  # seconds of a prompt's token, by drafter, where seen
     _measured: Seq[Runner] = ()  # the target's runners if its curve was measured and never contradicted
     _doubt: Doubt = field(default_factory=Doubt)
     _was_doubted: bool = False
@@ -125,12 +129,19 @@ class Costs:
 
     def read_s(self, draft: str) -> float:
         """Return the seconds that a drafter's model takes for each token of a prompt."""
+        if draft in self._reads_s:
+            return self._reads_s[draft]
         cost = self.draft(draft)
         few, many = cost.ratio((16, 32))
         return float(many - few) / 16 * (cost.one_row_s or 0.0)
 
     def observe(self, report: StepReport) -> None:
-        """Update the pass times with the report of a step, unless the step ran a prompt."""
+        """Update the pass times with the report of a step. If it ran a prompt, only the drafters' reading counts."""
+        for name, step in report.drafts.items():
+            if step.num_catchup_tokens >= LEAST_READ:
+                each_s = step.catchup_s / step.num_catchup_tokens
+                had_s = self._reads_s.get(name, each_s)
+                self._reads_s[name] = had_s + FRESH * (min(each_s, 3 * had_s) - had_s)
         if report.num_prefill_tokens or not report.num_decoding:
             return
         num_experts = report.num_experts or None

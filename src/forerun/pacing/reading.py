@@ -2,8 +2,9 @@
 
 A drafter that searches the text before it runs its model can do without the model. Reading the text so far has a price,
 which is paid once. Reading is due when rounds without the model have lost as much as this price. It is due earlier if
-the model is expected to gain much more than the price in the rest of the text. So a short prompt is soon read for a
-long answer, and a long prompt is never read for an answer that ends before the reading has paid.
+the model is expected to gain much more than the price in the rest of the text, and at once if the price is a small
+share of this gain. So a head, and a draft model with a short prompt, read beside their target. A long prompt is never
+read for an answer that ends before the reading has paid.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from forerun.types import Stop
 
-LEAST_OWED = 0.25  # share of the price that must be lost first, so that the search is tried
+SMALL = 0.25  # share of the expected gain: a price below it is paid at once
 USUAL_ANSWER = 256  # the most tokens that an answer is expected to have, whatever a request allows
 NEEDED = 0.5  # the search is assumed to find nothing in this share of the remaining rounds
 
@@ -38,13 +39,16 @@ class Reading:
         """
         if self.is_read or price <= 0:
             return True
-        promised = num_rounds * self.gain
-        return price <= promised and self.owed >= price * min(1.0, max(LEAST_OWED, price / (NEEDED * promised)))
+        promised = NEEDED * num_rounds * self.gain
+        if price <= SMALL * promised:
+            return True
+        return NEEDED * price <= promised and self.owed >= price * min(1.0, price / promised)
 
     def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
         """Count a round of the request. stop: the rule that ended the round's chain."""
         self.num_unread = self.num_unread if stop.num_unread is None else stop.num_unread
-        if not stop.confidences:  # the model was not asked, and might have guessed right
+        promised = 0.0 if stop.search is None else stop.search.gain
+        if not stop.confidences and promised < self.gain:  # the model would have been asked, and might have been right
             gained = num_accepted - sum(stop.search.worth[:num_drafted] if stop.search is not None else ())
             self.owed = max(0.0, self.owed + self.gain - gained)
         if num_drafted:

@@ -1,9 +1,9 @@
-"""The end of a chain of guesses, for drafters that tell how sure they are of each guess.
+"""The end of a draft, for drafters that tell how sure they are of each guess.
 
 A guess is right about as often as the model's probability for it says, but not exactly, and not equally for every text.
 So the share of accepted tokens is counted by the probability that the drafter gave the tokens, for the drafter and for
-each request. The product of these shares over a chain is the probability that the whole chain so far is accepted. One
-more token is worth drafting while its expected gain exceeds its cost. The gain is that product times the usual share.
+each request. The product of these shares over a path is the probability that the whole path is accepted. One more
+token is worth drafting while its expected gain exceeds its cost. The gain is that product times the usual share.
 The cost is the time of the token, times the current rate of tokens per second. This is optimal stopping for a ratio of
 two sums: the rate in the optimal rule is the rate of the best policy itself.
 """
@@ -11,7 +11,7 @@ two sums: the rate in the optimal rule is the rate of the best policy itself.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,15 +38,19 @@ class Counts:
     accepted: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
     drafted: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
 
-    def add(self, bins: Seq[int], num_accepted: int) -> None:
-        """Add a chain of drafted tokens; the first `num_accepted` were accepted. bins: the bin of each token."""
+    def add(self, bins: Seq[int], parents: Seq[int], accepted: Collection[int]) -> None:
+        """Add the drafted tokens of a round. A token was tested if its parent was accepted.
+
+        bins: the bin of each token. parents: the index of each token's parent; -1 = the last committed token. accepted:
+        the indices of the accepted tokens.
+        """
         keep = (1 - 1 / self.memory) ** len(bins)
         for counts in (self.tested, self.accepted, self.drafted):
             counts[:] = [keep * count for count in counts]
-        for i, at in enumerate(bins):
+        for i, (at, parent) in enumerate(zip(bins, parents, strict=True)):
             self.drafted[at] += 1
-            self.tested[at] += i <= num_accepted
-            self.accepted[at] += i < num_accepted
+            self.tested[at] += parent < 0 or parent in accepted
+            self.accepted[at] += i in accepted
 
     def shares(self, expected: Seq[float], weight: float) -> list[float]:
         """Return P(a token is accepted) for each bin of confidences.
@@ -93,14 +97,12 @@ class Stopping:
         self._round = Round(2.5, 3.0, 3.0)
         self._rounds: dict[int, Round] = {}
 
-    def observe(self, request: int, confidences: Seq[float], num_accepted: int) -> None:
-        """Add a chain of a request. The first `num_accepted` tokens were accepted.
-
-        confidences: the probabilities that the drafter gave the chain's tokens.
-        """
-        bins = [bisect.bisect_right(EDGES, confidence) for confidence in confidences]
-        self._mean.add(bins, num_accepted)
-        self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
+    def observe(self, request: int, stop: Stop, accepted: Collection[int]) -> None:
+        """Add a draft of a request. stop: the rule that ended the draft. accepted: the indices of accepted tokens."""
+        bins = [bisect.bisect_right(EDGES, confidence) for confidence in stop.confidences]
+        parents = stop.parents or range(-1, len(bins) - 1)
+        self._mean.add(bins, parents, accepted)
+        self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, parents, accepted)
 
     def observe_round(self, request: int, tokens: int, nodes: int, passes: int) -> None:
         """Add a round that had a draft to the averages of its request and of the drafter."""
@@ -210,7 +212,7 @@ class Stops:
         step = report.drafts.get(seq.draft)
         what, ended = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
         if len(ended.confidences) == round_.num_drafted:  # else the draft was cut
-            self.of(seq.draft, what).observe(seq.id, ended.confidences, num_accepted)
+            self.of(seq.draft, what).observe(seq.id, ended, round_.accepted_ranks)
         passes = step.passes if step is not None and stop.confidences else 0
         self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes)
 

@@ -1,4 +1,4 @@
-"""How many tokens a step may draft, and when a chain of guesses ends."""
+"""How many tokens a step may draft, and when a draft ends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def _may(*_: Any) -> bool:
 
 @dataclass
 class Stop:
-    """A rule that ends one sequence's chain of guesses where the whole chain is too unlikely to be accepted.
+    """A rule that ends one sequence's draft where one more token is too unlikely to be accepted.
 
     The confidence of a token is the probability that the token has by the model that guessed it. EDGES separate bins of
-    confidences. shares [len(EDGES) + 1]: the share of tokens that are accepted, by bin. worth: by depth, the least
-    probability of the whole chain at which one more token is worth drafting. After the last depth no token is worth
-    drafting. share: how often a token is accepted, as estimated before the token is drawn. confidences: the confidences
-    of the drafted tokens, which the drafter adds.
+    confidences. shares [len(EDGES) + 1]: the share of tokens that are accepted, by bin. worth: by the number of tokens
+    drafted so far, the least probability of acceptance at which one more token is worth drafting. A token is accepted
+    if the whole path down to it is. After the last number no token is worth drafting. share: how often a token is
+    accepted, as estimated before the token is drawn. confidences: the confidences of the drafted tokens, which the
+    drafter adds. parents: by token, the index of its parent; -1 = the last committed token, [] = the draft is a chain.
     is_shut: whether the model must not draft at all. num_unread: the number of committed tokens that the model has not
     run, set by a drafter that also searches the text. search: the stop for the guess of this search, which comes before
     the model's guess. The guess of the search is drafted if the expected number of accepted tokens, less their cost, is
@@ -47,8 +48,10 @@ class Stop:
     search: Stop | None = None
     bar: float = 0.0
     confidences: list[float] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
     gain: float = 0.0  # accepted tokens that the taken tokens promise, less their cost
-    _survival: float = 1.0
+    _survival: float = 1.0  # the probability that the token drafted last is accepted
+    _survivals: list[float] = field(default_factory=list)  # of each token that `takes` added
 
     @staticmethod
     def never(length: int) -> Stop:
@@ -66,7 +69,7 @@ class Stop:
 
     @property
     def survival(self) -> float:
-        """The probability that all drafted tokens are accepted, whether the model or the search drafted them."""
+        """The probability that the last drafted token is accepted, whether the model or the search drafted it."""
         is_found = self.search is not None and self.search.confidences and not self.confidences
         return self.search._survival if self.search is not None and is_found else self._survival
 
@@ -75,14 +78,19 @@ class Stop:
         """Whether a first token is worth drafting."""
         return self.worth[0] / max(self.share, 1e-6) <= 1
 
-    def takes(self, confidence: float) -> bool:
-        """Return whether a token is worth drafting, and if so add it. Only for tokens drafted as point masses."""
-        depth = len(self.confidences)
-        survival = self._survival * self.share_of(confidence)
-        if depth >= len(self.worth) or survival < self.worth[depth]:
+    def takes(self, confidence: float, parent: int) -> bool:
+        """Return whether a token is worth drafting, and if so add it. Only for tokens drafted as point masses.
+
+        parent: the index of the token's parent among the tokens added so far; -1 = the last committed token.
+        """
+        num = len(self.confidences)
+        survival = (1.0 if parent < 0 else self._survivals[parent]) * self.share_of(confidence)
+        if num >= len(self.worth) or survival < self.worth[num]:
             return False
         self.confidences.append(confidence)
-        self.gain += survival - self.worth[depth]
+        self.parents.append(parent)
+        self.gain += survival - self.worth[num]
+        self._survivals.append(survival)
         self._survival = survival
         return True
 

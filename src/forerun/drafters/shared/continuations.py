@@ -107,13 +107,14 @@ class Guess:
         """The expected number of accepted nodes, if the tokens follow with the counted frequencies."""
         return sum(self.probs)
 
-    def confidence(self, node: int) -> float:
-        """Return the confidence in a node of a chain: the probability of its token after its parent, by the counts.
+    def confidence(self, node: int, depth: int) -> float:
+        """Return the confidence in a node: the probability of its token after its parent, by the counts.
 
-        The probability is reduced for short matches.
+        The probability is reduced for short matches. depth: the number of nodes above this node.
         """
-        before = self.probs[node - 1] if node else 1.0
-        return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
+        parent = self.parents[node]
+        before = 1.0 if parent < 0 else self.probs[parent]
+        return self.probs[node] / before * (1 - 1 / (1 + self.match + depth))
 
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
         """Return a draft of the nodes that the budget of sequence b allows, as point masses.
@@ -124,6 +125,7 @@ class Guess:
         places = {-1: -1}
         paths = {-1: list[int]()}
         forced = set[int]()
+        asked = {-1: -1}  # by node, its index among the nodes that `stop` took, or that of the node above it
         tokens, parents, probs = list[int](), list[int](), list[Probs]()
         stop = budget.stops.get(b)
         is_held = bool(budget.limits and budget.limits[b])
@@ -134,12 +136,16 @@ class Guess:
             if not is_possible:
                 continue
             mass = Probs.of_point(token)
+            depth = len(paths[parent])
+            asked[node] = asked[parent]
             if is_forced and is_held:
                 forced.add(len(tokens))
-            elif stop is not None and not stop.takes(self.confidence(node)):
-                break
-            elif not budget.go_on(b, len(paths[parent]), mass):
+            elif not budget.go_on(b, depth, mass):
                 continue
+            elif stop is not None:
+                if not stop.takes(self.confidence(node, depth), asked[parent]):
+                    break
+                asked[node] = len(stop.confidences) - 1
             places[node], paths[node] = len(tokens), [*paths[parent], token]
             tokens.append(token)
             parents.append(places[parent])

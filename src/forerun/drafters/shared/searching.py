@@ -40,7 +40,7 @@ class SearchingDrafter(Drafter):
         self.search = None if drafters.has_needs(name) else drafters.make(unwrapped(spec), target)
         self.searches = True
         if self.search is None or not (self.search.tells_confidence and self.search.is_free):
-            raise BadOption(f"{method}:search={shown(spec)} is not possible: it must be suffix, with shape=path")
+            raise BadOption(f"{method}:search={shown(spec)} is not possible: it must be suffix")
 
     def begin(self, seq: Sequence) -> None:
         if self.search is not None:
