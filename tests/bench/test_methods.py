@@ -155,18 +155,18 @@ def test_policies_and_rules_are_compared_as_drafters_are(
 ) -> None:
     """Each way by what differs; a rule that cannot judge a drafter leaves that one way out."""
     sizes = ("--kind", "chat", "--prompts", "1", "--max-tokens", "4", "--temperature", "1")
-    ways = ("--draft", "lookup", "--draft", "suffix:shape=tree", "--pacing", "auto,fixed", "--acceptance")
+    ways = ("--draft", "lookup", "--draft", "recycle", "--pacing", "auto,fixed", "--acceptance")
     record = json.loads(command(tiny, work_file, *sizes, *ways, "ratio,block")[-1])
     lookup = [("lookup", pacing, rule) for pacing in ("auto", "fixed") for rule in ("ratio", "block")]
-    wanted = [*lookup, *(("suffix:shape=tree", pacing, "ratio") for pacing in ("auto", "fixed"))]
+    wanted = [*lookup, *(("recycle", pacing, "ratio") for pacing in ("auto", "fixed"))]
     assert [(way["draft"], way["pacing"], way["acceptance"]) for way in record["ways"]] == wanted
     names = [way["name"] for way in record["ways"]]
     assert names == [", ".join(way) for way in wanted]
     assert [line["name"] for line in record["lines"]] == [PLAIN, AGAIN, *names]
-    assert "cannot judge the drafts" in record["left_out"]["suffix:shape=tree, block"]
+    assert "cannot judge the drafts" in record["left_out"]["recycle, block"]
     assert record["texts_compared"] == 0
     with pytest.raises(BadOption, match="cannot judge the drafts"):
-        measured(drafts=("suffix:shape=tree",), acceptances=("block",))
+        measured(drafts=("recycle",), acceptances=("block",))
     absent = EngineConfig(target=str(tmp_path / "absent"))
     for wrong in ({"pacings": ("autos",)}, {"acceptances": ("blocks",)}):  # refused before a model is read
         assert "did you mean" in refusal(BadOption, run, absent, MethodsPlan(**wrong))

@@ -74,7 +74,7 @@ def test_what_they_say_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.Mon
     tokenizers = calls(monkeypatch, tokenizer, "_loaded")
     LLM(target, draft=str(draft), extra_drafts="suffix:shape=tree")
     assert len(read) == 2
-    assert Counter(resolved) == Counter((str(draft), "suffix:shape=tree", "suffix", "lookup", "prediction", "forced"))
+    assert Counter(resolved) == Counter((str(draft), "suffix:shape=tree", "lookup", "prediction", "forced"))
     assert len(tokenizers) == 2
 
 
