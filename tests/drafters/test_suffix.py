@@ -73,6 +73,14 @@ def test_a_tree_holds_the_alternatives() -> None:
     assert parents == list(range(-1, len(parents) - 1)), "this rule judges chains only"
 
 
+def test_a_tree_among_others_is_told_to_rules() -> None:
+    """Its siblings are point masses, so a mixture of it and of drawn chains is for rules that judge any siblings."""
+    target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
+    members = router.make(["none", "mixed:of=(suffix:shape=tree)+random", "mixed:of=suffix+random"], target).members
+    drawn = [(member.shape, member.draws) for name, member in members.items() if name.startswith("mixed")]
+    assert drawn == [("tree", "any"), ("chain", "independent")]
+
+
 def test_an_end_inside_a_guess_is_its_last_token() -> None:
     assert drafted(suffix(**FAR), request([5, 6, 7, 8, 5], end_ids=frozenset({7}))).tokens == [6, 7]
 

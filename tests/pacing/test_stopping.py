@@ -44,6 +44,8 @@ def test_a_tree_takes_nodes_while_their_paths_are_likely_enough() -> None:
     cheap = Stop((0.5,) * (len(EDGES) + 1), [0.0, 0.2, 0.2, 0.2])
     assert [cheap.takes(0.6, parent) for parent in (-1, 0, 1, 0)] == [True, True, False, True]
     assert cheap.parents == [-1, 0, 0]
+    assert cheap.survival == pytest.approx(0.25), "of the first token and its first child"
+    assert stop.survival == pytest.approx(0.5)
 
 
 def test_of_a_tree_what_stands_below_an_accepted_node_was_tested() -> None:

@@ -127,6 +127,7 @@ class Drafter:
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
     top_logits = 0  # how many of the likeliest tokens of each scored row `observe` gets
     shape = "chain"  # "chain" or "tree": the shape of the drafts
+    also_chains = False  # whether a request gets chains if its rule does not judge the drafter's trees
     # How siblings are drawn: "point" masses; "independent" draws from one distribution; "distinct" draws (without
     # replacement: each sibling's distribution is what the earlier siblings left); "any": each has its own distribution.
     draws = "independent"

@@ -24,7 +24,7 @@ import numpy as np
 from forerun import verify
 from forerun.drafters import Drafter, Target
 from forerun.drafters.shared.chains import TextDrafter, Tokens
-from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, Guess, check_shape, grow, levels
+from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -90,11 +90,12 @@ class SuffixDrafter(TextDrafter[Tokens]):
     With shape=tree it drafts trees for the requests whose rule judges trees, and chains for all others.
     """
 
+    also_chains = True
     tells_confidence = True
 
     def __init__(self, options: Options) -> None:
         super().__init__(Tokens, is_fast=True)
-        self.options = options
+        self.options, self.shape = options, SHAPES[options.shape]
         self._past = Past(options.max_cached_requests, options.max_cached_tokens)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
@@ -131,7 +132,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
         guess. seq: the request's sequence. Its rule may judge chains only; then the guess is a chain.
         """
         o = self.options
-        is_tree = o.shape == "tree" and verify.find(seq.acceptance).judges("tree", self.draws)
+        is_tree = self.shape == "tree" and verify.find(seq.acceptance).judges("tree", self.draws)
         if most <= guess.score:
             return guess
         least = guess.match  # an equally long match in the request's own text says more than a match in other texts

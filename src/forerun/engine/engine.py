@@ -476,7 +476,7 @@ class Engine:
         drafter = self.drafter.of(seq)
         if seq.hypotheses is not None:
             self._check_search(seq, drafter)
-        else:
+        elif not drafter.also_chains:
             verify.find(seq.acceptance).check(seq.draft, drafter.shape, drafter.draws)
         if params.stop and self.tokenizer is None:
             raise BadOption("stop texts need a tokenizer: this engine has none; use stop_token_ids")

@@ -109,7 +109,8 @@ class Router(Drafter):
             raise BadOption(f"{known}{_how_to_add(name)}")
         drafter = self.members[name]
         is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
-        serves = drafter.branches if searches else verify.find(acceptance).judges(drafter.shape, drafter.draws)
+        serves = drafter.also_chains or verify.find(acceptance).judges(drafter.shape, drafter.draws)
+        serves = drafter.branches if searches else serves
         if is_free_to_choose and not serves:
             return LOOKUP
         return name

@@ -184,16 +184,19 @@ class OpenedCheckpoint:
             headers = {}
         return headers or said_tensors(self.spec, self.raw)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether there are files with the weights, or with the weights that were widened in memory."""
+        return (self.original or self).source is not None
+
     @cached_property
-    def fingerprint(self) -> str | None:
-        """A hex digest of the model's sizes, and of its norms and biases in bfloat16; None for a model without files.
+    def fingerprint(self) -> str:
+        """A hex digest of the model's sizes, and of its norms and biases in bfloat16.
 
         Quantisation changes none of these numbers, so quantised files of a model have the same fingerprint as the
         original files. A widened model has the fingerprint of its files. Raises as `weights`.
         """
         files = self.original or self
-        if files.source is None:
-            return None
         spec, digest = files.spec, xxhash.xxh3_128()
         digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
         for name, stored in sorted(files.weights.tensors.items()):

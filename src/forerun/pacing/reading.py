@@ -39,10 +39,11 @@ class Reading:
         """
         if self.is_read or price <= 0:
             return True
-        promised = NEEDED * num_rounds * self.gain
-        if price <= SMALL * promised:
+        promised = num_rounds * self.gain
+        needed = NEEDED * promised
+        if price <= SMALL * needed:
             return True
-        return NEEDED * price <= promised and self.owed >= price * min(1.0, price / promised)
+        return price <= promised and self.owed >= price * min(1.0, price / needed)
 
     def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
         """Count a round of the request. stop: the rule that ended the round's chain."""

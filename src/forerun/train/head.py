@@ -106,7 +106,7 @@ class HeadTask:
             HostWeights(weights | {head_files.PROBE: self.teacher.probe}),
             sizes,
             self.tokenizer,
-            self.checkpoint.opened.fingerprint,
+            opened.fingerprint if (opened := self.checkpoint.opened).has_files else None,
         )
         if (save_beside := getattr(self.head, "save_beside", None)) is not None:
             save_beside(self.config.out, self.checkpoint)

@@ -50,7 +50,8 @@ class Stop:
     confidences: list[float] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     gain: float = 0.0  # accepted tokens that the taken tokens promise, less their cost
-    _survival: float = 1.0  # the probability that the token drafted last is accepted
+    _survival: float = 1.0  # the probability that the best path is accepted: the first token, its first child, ...
+    _tip: int = -1  # the last token of the best path, where `takes` added the tokens
     _survivals: list[float] = field(default_factory=list)  # of each token that `takes` added
 
     @staticmethod
@@ -69,7 +70,7 @@ class Stop:
 
     @property
     def survival(self) -> float:
-        """The probability that the last drafted token is accepted, whether the model or the search drafted it."""
+        """The probability that the draft's best path is accepted, whether the model or the search drafted it."""
         is_found = self.search is not None and self.search.confidences and not self.confidences
         return self.search._survival if self.search is not None and is_found else self._survival
 
@@ -91,7 +92,8 @@ class Stop:
         self.parents.append(parent)
         self.gain += survival - self.worth[num]
         self._survivals.append(survival)
-        self._survival = survival
+        if parent == self._tip:
+            self._tip, self._survival = num, survival
         return True
 
     def share_of(self, confidence: float) -> float:

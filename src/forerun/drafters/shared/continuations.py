@@ -125,7 +125,7 @@ class Guess:
         places = {-1: -1}
         paths = {-1: list[int]()}
         forced = set[int]()
-        asked = {-1: -1}  # by node, its index among the nodes that `stop` took, or that of the node above it
+        taken = {-1: -1}  # by node: its index in `stop`; forced nodes have the index of their parent
         tokens, parents, probs = list[int](), list[int](), list[Probs]()
         stop = budget.stops.get(b)
         is_held = bool(budget.limits and budget.limits[b])
@@ -137,15 +137,15 @@ class Guess:
                 continue
             mass = Probs.of_point(token)
             depth = len(paths[parent])
-            asked[node] = asked[parent]
+            taken[node] = taken[parent]
             if is_forced and is_held:
                 forced.add(len(tokens))
             elif not budget.go_on(b, depth, mass):
                 continue
             elif stop is not None:
-                if not stop.takes(self.confidence(node, depth), asked[parent]):
+                if not stop.takes(self.confidence(node, depth), taken[parent]):
                     break
-                asked[node] = len(stop.confidences) - 1
+                taken[node] = len(stop.confidences) - 1
             places[node], paths[node] = len(tokens), [*paths[parent], token]
             tokens.append(token)
             parents.append(places[parent])

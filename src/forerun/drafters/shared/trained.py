@@ -27,13 +27,12 @@ def find(target: OpenedCheckpoint, weighs_searches: bool = False) -> str | None:
 
     weighs_searches: whether a drafter's own search (drafters/shared/searching.py) works in the engine.
     """
-    target = target.original or target
-    if target.source is None:
+    if not target.has_files:
         return None
     try:
         shipped = _shipped(target)
         if shipped:
-            target.fetch_weights()  # the fingerprint is in them
+            (target.original or target).fetch_weights()  # the fingerprint is in them
         folder = _kept(target) or (shipped.get(target.fingerprint) if shipped else None)
         if folder is None:
             return None
@@ -49,11 +48,11 @@ def _kept(target: OpenedCheckpoint) -> Path | None:
     room = cache_folder() / ROOM
     if not room.is_dir():
         return None
-    folder = room / str(target.fingerprint)
+    folder = room / target.fingerprint
     return folder if (folder / head_files.CONFIG).is_file() else None
 
 
-def _shipped(target: OpenedCheckpoint) -> dict[str | None, Path]:
+def _shipped(target: OpenedCheckpoint) -> dict[str, Path]:
     """Return the folders of the shipped heads for models as wide as the target, by their targets' fingerprints."""
     configs = {folder: read_json(folder / head_files.CONFIG) for folder in head_files.shipped_folders().values()}
     return {
@@ -68,7 +67,7 @@ def keep(target: OpenedCheckpoint, head: Path) -> Path:
 
     A head that is already there is replaced. Raises CapacityError if the folder cannot be written.
     """
-    folder = cache_folder() / ROOM / str(target.fingerprint)
+    folder = cache_folder() / ROOM / target.fingerprint
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as begun:
