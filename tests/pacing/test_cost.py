@@ -432,3 +432,20 @@ def test_passes_are_calibrated_behind_a_text(folder, monkeypatch):
         assert len(list(folder.iterdir())) == 1
         runner.cache.check_integrity()
         assert runner.cache.free_tokens() >= size
+
+
+def test_a_prompt_is_read_in_the_seconds_that_were_seen() -> None:
+    """Beside the target's own reading, too. A few tokens say nothing, and what was held up counts little."""
+    costs = Costs(drafts={"model": PassTime((1, 33), (1.0, 4.2), 0.2)})
+    assert costs.read_s("model") == pytest.approx(0.02)
+
+    def read(num_tokens: int, seconds: float, num_prefill: int) -> float:
+        report = StepReport(num_prefill_tokens=num_prefill)
+        report.drafts = {"model": DraftStep(seconds, num_catchup_tokens=num_tokens, catchup_s=seconds)}
+        costs.observe(report)
+        return costs.read_s("model")
+
+    assert read(8, 1.0, 8) == pytest.approx(0.02)
+    assert read(100, 0.2, 100) == pytest.approx(0.002)
+    assert read(100, 0.4, 0) == pytest.approx(0.0025)
+    assert read(100, 100.0, 0) < 0.004

@@ -330,3 +330,12 @@ def test_a_search_that_finds_the_wrong_tokens_is_a_loss() -> None:
     reading.observe(stop, 3, 3)
     assert reading.owed == 0.0
     assert not reading.is_read
+
+
+def test_a_round_in_which_the_search_is_believed_anyway_counts_for_neither_side() -> None:
+    """Right or wrong, it would have been the same with the model."""
+    reading = Reading(gain=0.5, owed=1.0)
+    search = Stop([1.0] * 7, [0.1, 0.2, 0.3], gain=0.6)
+    for num_accepted in (0, 3):
+        reading.observe(Stop([1.0] * 7, [], is_shut=True, search=search), 3, num_accepted)
+        assert reading.owed == 1.0
