@@ -133,6 +133,17 @@ def test_a_grammar_cuts_a_path_before_it_is_weighed_and_what_it_forces_is_free()
     stop = Stop([0.9] * len(SHARES), [0.1] * 8)
     alone = guess.draft(seq, 0, Budget([8], 0, stops={0: stop}))
     assert (alone.tokens, alone.forced, len(stop.confidences)) == ([0, 1, 3, 0, 1], frozenset(), 5), "nothing is free"
+    between = Sequence(0, [4], 1, SamplingParams(choice=("acb", "acd", "bcb")), 0, 99)
+    compiled = vocabulary(letters(5, frozenset())).compiled(between.params)
+    assert compiled is not None
+    between.grammar = compiled.start(frozenset(), 1)
+    stop = Stop([0.9] * len(SHARES), [0.1] * 8)
+    draft = Guess([0, 2, 1], [-1, 0, 1], [1.0] * 3, match=9).draft(
+        between, 0, Budget([8], 0, stops={0: stop}, limits=[8])
+    )
+    assert (draft.tokens, sorted(draft.forced), stop.parents) == ([0, 2, 1], [1], [-1, 0]), (
+        "what stands above it counts"
+    )
     wrong = Guess([0, 1, 1], [-1, 0, 1], [1.0] * 3, match=9)
     assert wrong.draft(seq, 0, Budget([8], 0, limits=[8])).tokens == [], "what is forced last is another's to draft"
 

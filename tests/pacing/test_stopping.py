@@ -44,8 +44,9 @@ def test_a_tree_takes_nodes_while_their_paths_are_likely_enough() -> None:
     cheap = Stop((0.5,) * (len(EDGES) + 1), [0.0, 0.2, 0.2, 0.2])
     assert [cheap.takes(0.6, parent) for parent in (-1, 0, 1, 0)] == [True, True, False, True]
     assert cheap.parents == [-1, 0, 0]
-    assert cheap.survival == pytest.approx(0.25), "of the first token and its first child"
-    assert stop.survival == pytest.approx(0.5)
+    best = Stop((0.1,) + (0.5,) * len(EDGES), [0.0] * 4)
+    assert all(best.takes(confidence, parent) for confidence, parent in ((0.6, -1), (0.6, 0), (0.2, -1)))
+    assert best.survival == pytest.approx(0.25), "of the first token and its first child, and not of the last token"
 
 
 def test_of_a_tree_what_stands_below_an_accepted_node_was_tested() -> None:

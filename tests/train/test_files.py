@@ -4,11 +4,14 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cli.conftest import little_room
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
-from forerun.train import card, lm
+from forerun.train import card, lm, loop
 from forerun.train.evaluate import read_prompts
 from forerun.train.questions import read_questions
 from forerun.train.texts import counting
@@ -98,3 +101,11 @@ def test_a_state_that_cannot_be_read_is_refused(tiny: Make, data: bytes) -> None
 def test_questions_that_nest_without_end_are_refused(tmp_path: Path) -> None:
     (file := tmp_path / "questions.jsonl").write_text("[" * 100_000)
     assert "is not JSON" in refusal(UnsupportedModel, read_questions, [file])
+
+
+def test_a_log_for_which_there_is_no_room_is_named(tmp_path: Path) -> None:
+    config = SimpleNamespace(out=tmp_path, rows_per_step=1, seq_len_tokens=8)
+    run: Any = SimpleNamespace(config=config, step=1, elapsed_s=0.5)
+    with little_room(8), pytest.raises(OSError, match="File too large") as error:
+        loop.log(run, {"train_loss": 1.0})
+    assert error.value.filename == str(tmp_path / "log.jsonl")
